@@ -1,1 +1,4 @@
-"""The training loop and its parts. Read the loop, `trainer.py`, first; the other modules are the parts it uses."""
+"""The training loop and its parts. Start reading with the loop in `trainer.py`.
+
+The other modules are parts that it uses.
+"""

@@ -1,7 +1,7 @@
 """Accelerators: properties of devices of any kind. No other module names a kind of device.
 
-The answers come from torch's generic functions (torch.accelerator, the device's module). Kinds appear by name only
-where torch has no such function.
+The answers come from torch's generic functions (torch.accelerator, the device's module). This module names a kind of
+device only if torch has no such function.
 """
 
 import re
@@ -27,14 +27,14 @@ _CUBLAS, _FIXED_WORKSPACES = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
 
 
 def find_kinds() -> list[str]:
-    """Return the kinds of device that this process can use: "cpu", and the accelerator that torch sees."""
+    """Return the kinds of device that this process can use: "cpu", and the accelerator that torch detects."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     # the accelerator last: "auto" selects the last kind, and find_kind suggests it
     return ["cpu"] if accelerator is None else ["cpu", accelerator.type]
 
 
 def find_kind(wanted: str) -> str:
-    """Return the kind of device that trainer.accelerator names. Raises ConfigError if torch sees no such device."""
+    """Return the kind of device that trainer.accelerator selects. Raises ConfigError if torch finds no such device."""
     kinds, kind = find_kinds(), OTHER_NAMES.get(wanted, wanted)
     if kind == "auto":
         return kinds[-1]
@@ -47,18 +47,18 @@ def find_kind(wanted: str) -> str:
 
 
 def has_streams(device: torch.device) -> bool:
-    """Return whether the device has streams, which run asynchronously to the host and to each other."""
+    """Return whether the device has streams, which run asynchronously with respect to the host and each other."""
     return device.type not in ("cpu", "mps", "meta")  # torch has no streams for MPS
 
 
 def name_of(device: torch.device) -> str:
-    """Return the device's product name; its kind if torch has no name."""
+    """Return the device's product name, or its kind if torch does not know the name."""
     ask = _question(device, "get_device_name")
     return device.type if ask is None else str(ask(device))
 
 
 def memory_of(device: torch.device) -> int | None:
-    """Return a device's memory in bytes; None for the host, and if torch cannot tell."""
+    """Return a device's memory in bytes; None for the host, or if torch does not report it."""
     if (ask := _question(device, "recommended_max_memory")) is not None:  # torch.mps, which shares the host's memory
         return int(ask())
     ask = _question(device, "get_device_properties")
@@ -66,7 +66,7 @@ def memory_of(device: torch.device) -> int | None:
 
 
 def peak_memory(device: torch.device) -> int | None:
-    """Return the peak memory of tensors on a device in bytes; None for the host, and if torch does not count it."""
+    """Return the peak memory of the tensors on a device, in bytes; None for the host, or if torch does not track it."""
     ask = _question(device, "max_memory_allocated")
     return None if ask is None else int(ask(device))
 
@@ -82,12 +82,12 @@ def pins_memory() -> bool:
 
 
 def _question(device: torch.device, name: str) -> Any:
-    """Return a function of the device's module, such as torch.cuda.get_device_name; None if it has no such function."""
+    """Return a function of the device's module, such as torch.cuda.get_device_name, or None if it does not exist."""
     return getattr(getattr(torch, device.type, None), name, None)
 
 
 def make_current(device: torch.device) -> None:
-    """Make this the default device of its kind, so that "cuda" in a task's code refers to it, too."""
+    """Make this the default device of its kind, so that "cuda" in a task's code also refers to it."""
     if device.type != "cpu":
         torch.accelerator.set_device_index(device)
 
@@ -95,8 +95,9 @@ def make_current(device: torch.device) -> None:
 def backend_for(device: torch.device, chosen: str | None = None, shared: bool = False) -> str:
     """Return the backends of a process group: one for tensors on this device, and gloo for those on the host.
 
-    chosen: the backend for the device's tensors; None: torch's default for the kind of device.
-    shared: whether several processes use this device.
+    Args:
+        chosen: the backend for the device's tensors; None selects torch's default for the kind of device.
+        shared: whether several processes use this device.
 
     Raises ConfigError if torch has no backend for the device.
     """
@@ -218,7 +219,8 @@ def set_generators(states: list[torch.Tensor]) -> None:
 def visible_devices(wanted: str) -> tuple[str, str]:
     """Return the variable that selects a process's devices, and the devices' names in it; "" and "" if none does.
 
-    wanted: trainer.accelerator.
+    Args:
+        wanted: the value of trainer.accelerator.
     """
     kind, seen = OTHER_NAMES.get(wanted, wanted), find_kinds()[-1]
     kinds = [kind] if kind != "auto" else [seen] if seen in VISIBLE else [*VISIBLE]

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 class Closure:
     """Returns the loss of a step. At the first call, the gradients are already computed.
 
-    Each further call clears the gradients, reruns all batches of the step without logging, and clips. So does the first
-    call if the gradients have been cleared or the weights have changed.
+    Each further call clears the gradients, reruns all batches of the step without logging, and clips the new gradients.
+    The first call does the same if the gradients have been cleared or the weights have changed.
     """
 
     def __init__(self, trainer: "Trainer", step: Any, optimizer: Optimizer) -> None:

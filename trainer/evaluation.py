@@ -34,7 +34,7 @@ def calls_of(run: "Run", stage: str) -> tuple[int, Calls, Calls]:
 
 
 def kept(run: "Run", output: Any) -> Any:
-    """Return a prediction in host memory, so that predictions for a dataset don't fill the device."""
+    """Return a prediction in host memory, so that predictions for a dataset don't fill the device's memory."""
     return output if run.strategy.device.type == "cpu" else to_host(output)
 
 

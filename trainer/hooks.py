@@ -83,12 +83,12 @@ class Hooks(dict[str, Calls]):
         """Names of hooks whose code may draw random numbers. Legato's own hooks draw none."""
 
     def call(self, name: str, *arguments: Any) -> None:
-        """Call the hook `name` of every object that overrides it."""
+        """Call the hook with this name on every object that overrides it."""
         for hook in self[name]:
             hook(*arguments)
 
     def call_early(self, name: str, *arguments: Any) -> None:
-        """Call the hook `name` of every object except late callbacks."""
+        """Call the hook with this name on every object except late callbacks."""
         for hook in self[name][: len(self[name]) - len(self.late[name])]:
             hook(*arguments)
 
@@ -100,7 +100,7 @@ def is_of_this_package(call: Callable[..., Any]) -> bool:
 
 
 def overrides(instance: object, base: type, name: str) -> bool:
-    """Return whether `instance` overrides the method `name` of `base`.
+    """Return whether `instance` overrides the `base` method with this name.
 
     As in Lightning, None does not count as an override.
     """
@@ -218,7 +218,7 @@ TASK_METHODS = (
 
 
 def counter_of(task: Task) -> Callable[[Any], int] | None:
-    """Return the task's count_samples. None: a stream's batches are counted by their tensors, which must agree."""
+    """Return the task's count_samples, or None to count a batch's samples by its tensors, which must agree."""
     return task.count_samples if overrides(task, Task, "count_samples") else None
 
 
@@ -260,7 +260,9 @@ def count_arguments(task: Any, step: str, several_loaders: bool = True) -> int:
 
 
 def fitted(hook: Callable[..., Any], count: int, several_loaders: bool) -> Callable[..., Any]:
-    """Return `hook` as a function of `count` arguments, without the last one, dataloader_idx, if it takes one fewer.
+    """Return `hook` as a function of `count` arguments.
+
+    If it takes one fewer, the last one, dataloader_idx, is dropped.
 
     As in Lightning, a hook with `*args` receives dataloader_idx only with `several_loaders`.
     """

@@ -151,7 +151,7 @@ def close(run: Call, errors: Errors) -> None:
 
 
 def gather_metrics(run: Call) -> None:
-    """Merge metric objects that were never logged over the ranks; collective."""
+    """Merge over all ranks the metric objects that were never logged. All ranks must call this."""
     names = run.metrics.gather_unlogged()
     if names and run.trainer.is_global_zero:
         log.warning(

@@ -73,7 +73,7 @@ class Preemption:
         self.watch.nothing_to_save = False
 
     def expect_end(self, failed: bool) -> None:
-        """From now on, only record signals while the run closes; unless it failed, they end the process afterwards.
+        """Only record signals while the run closes. Unless the run failed, recorded signals end the process afterwards.
 
         An exception from a handler would skip the rest of the teardown.
         """

@@ -1,7 +1,8 @@
 """Recheck: computes a step twice before its update, to find hardware that computes wrong results without an error.
 
 Large runs meet such silent data corruption about once a week (Gemini, arXiv:2312.11805; Llama 3, arXiv:2407.21783).
-Gradients are hashed within backward, before the sum over ranks, which would spread a wrong gradient to every rank.
+Gradients are hashed within the backward pass, before the sum over ranks, which would spread a wrong gradient to every
+rank.
 """
 
 from collections.abc import Iterator
@@ -30,9 +31,10 @@ BITS = 2**64 - 1
 
 
 class Recheck:
-    """Runs forward and backward of the first and every n-th step twice, and compares hashes.
+    """Runs the forward and backward passes of the first and every n-th step twice, and compares hashes.
 
-    The second pass logs nothing and restores metrics and generators, so the run continues as without it.
+    The second pass logs nothing and restores metrics and generators, so the run continues as it would without that
+    pass.
     """
 
     def __init__(self, trainer: "Trainer", every: int) -> None:
@@ -53,7 +55,7 @@ class Recheck:
         """The newest step whose two passes had the same bits."""
 
     def begin_step(self, step: StepInput) -> None:
-        """Prepare for a step before its first forward if it is due."""
+        """Before a step's first forward pass, prepare to compute the step twice if it is to be rechecked."""
         number, task = self.trainer.global_step, self.trainer.task
         self.stop_watching()  # hooks remain if the task left a step early
         self.step, self.batches, self.before, self.buffers = None, [], [], ReplicaBuffers(None)
@@ -67,12 +69,12 @@ class Recheck:
             ]
 
     def open_batch(self, batch: Any, batch_idx: int) -> None:
-        """Keep a batch as the hooks before its forward left it."""
+        """Store a batch as it is after the hooks that precede its forward pass."""
         if self.step is not None:
             self.batches.append((batch, generator_states()))
 
     def watch(self, loss: Tensor) -> None:
-        """Hash a loss, and the gradients of its backward."""
+        """Hash a loss and the gradients from its backward pass."""
         if self.step is None:
             return
         self._add("the loss", loss)
@@ -98,7 +100,7 @@ class Recheck:
         return hashes
 
     def end_step(self, step: StepInput) -> None:
-        """Compute the step again if it is due, and compare; every rank calls this before the update.
+        """Compute the step again if it is to be rechecked, and compare. All ranks must call this before the update.
 
         Raises CorruptionError on all ranks if a hash differs.
         """
@@ -125,7 +127,7 @@ class Recheck:
         return self.stop_watching()
 
     def _repeat(self, step: StepInput) -> None:
-        """Run forward and backward of the step's batches again, from the state before the first pass."""
+        """Rerun the forward and backward passes of the step's batches, from the state before the first pass."""
         trainer, run = self.trainer, self.trainer.current_run
         hooks, optimization, states = run.hooks, run.optimization, run.metrics.states
         for parameter, gradient in self.before:
@@ -170,7 +172,7 @@ class Recheck:
 
 
 def describe(by_rank: list[tuple[ProcessEntry, list[tuple[str, int, int]]]]) -> str:
-    """Describe the differences on the ranks where they began; exchanged tensors depend on all ranks."""
+    """Describe the differences on the ranks where they began, because exchanged tensors depend on all ranks."""
     affected = [(entry, rows) for entry, rows in by_rank if rows]
     began = [(entry, rows) for entry, rows in affected if not rows[0][0].startswith((MEAN, BUFFER))]
     told = [
@@ -182,7 +184,7 @@ def describe(by_rank: list[tuple[ProcessEntry, list[tuple[str, int, int]]]]) -> 
 
 
 def leaves_of(loss: Tensor) -> Iterator[Tensor]:
-    """Yield the leaves of the graph of a loss, which receive gradients."""
+    """Yield the leaves of a loss's autograd graph, which receive gradients."""
     seen, nodes = set(), [loss.grad_fn]
     while nodes:
         node = nodes.pop()

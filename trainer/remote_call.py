@@ -1,4 +1,4 @@
-"""Runs in worker processes: send the call to workers, and copy their results back into the caller's objects."""
+"""Runs in worker processes: sends the call to the workers, and copies their results back into the caller's objects."""
 
 import logging
 import time

@@ -143,7 +143,7 @@ class Call:
 
     @property
     def keyed(self) -> bool:
-        """Whether a batch's loading and forward draw keyed random numbers."""
+        """Whether loading a batch and its forward pass draw keyed random numbers."""
         return self.trainer.reproducible != "off"
 
     @property
@@ -173,7 +173,7 @@ class Call:
                 raise explained(self.trainer, error) from None
 
     def require_same_weights(self) -> None:
-        """Raise DisagreementError if ranks that must hold equal weights don't; collective."""
+        """Raise DisagreementError if ranks that must hold equal weights don't. All ranks must call this."""
         self.drift.compare(self.state.global_step, self.agreement.elapsed)
 
     def agree_on_stop(self) -> None:
@@ -230,7 +230,8 @@ class Run(Call):
     def open_batch(self, item: ReplicaBatch, again: bool = False) -> Any:
         """Return a batch on its device, and attribute the next logged values and random numbers to its replica.
 
-        again: the step repeats this batch, with the random numbers of its first pass.
+        Args:
+            again: whether the step repeats this batch, with the random numbers of its first pass.
         """
         (self.metrics.return_to_batch if again else self.metrics.open_batch)(item.replica, item.samples)
         # Loading the batch may have left the generators keyed for its first forward pass. A repeat does not load the
@@ -257,7 +258,10 @@ class Run(Call):
         """Call on_step_end, then on_train_batch_end for the step's last batch, where callbacks may save.
 
         A process without a batch calls on_train_batch_end only for callbacks that all ranks must call together, and
-        drops the values they log. `output`: training_step's output.
+        drops the values they log.
+
+        Args:
+            output: training_step's output.
         """
         hooks = self.hooks
         if hooks["on_step_end"]:
@@ -300,7 +304,7 @@ class Run(Call):
     def log_point(self) -> Reduced:
         """Return the newest step's values over all replicas, and agree as `agree_on_stop` does.
 
-        If the same ranks do both, one collective carries losses, names, values and the wish to stop. Raises
+        If the same ranks do both, one collective carries losses, names, values and requests to stop. Raises
         NonFiniteError, on every rank, if a loss since the last check was not finite.
         """
         self.strategy.timeouts.end_startup()
@@ -325,11 +329,14 @@ class Run(Call):
         return reduced
 
     def bad_weights(self) -> list[str]:
-        """Return the names of trained parameters that are not finite; collective."""
+        """Return the names of trained parameters that are not finite. All ranks must call this."""
         return bad_weights(self.trainer)
 
     def seed_hooks(self, hook: str) -> None:
-        """Seed the generators equally on all ranks for a hook, or they would depend on each rank's last replica."""
+        """Seed the generators equally on all ranks for a hook.
+
+        Without this, they would depend on each rank's last replica.
+        """
         state = self.state
         seed_generators(hook_key(state.seed, hook, state.global_step, state.epoch))
 
@@ -447,7 +454,7 @@ class Run(Call):
         )
 
     def save_cut_epoch(self, complete: bool) -> None:
-        """Unless the epoch is `complete`, save before the validation of a run that stops within it."""
+        """Unless the epoch is `complete`, save before the validation of a run that stops within the epoch."""
         for callback in () if complete else self.trainer.checkpoint_callbacks:
             callback.save_cut_epoch(self.trainer)
 

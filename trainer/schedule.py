@@ -38,7 +38,9 @@ class Schedule:
     def stops_here(self, agrees: bool = True) -> bool:
         """Return whether the run stops after this step: at max_steps, or because the ranks agreed to stop.
 
-        agrees: if an agreement with the other ranks is due, make it, and save if a signal asked one of them to end.
+        Args:
+            agrees: whether to make an agreement with the other ranks if it is time for one, and to save if a signal
+                asked a rank to end.
         """
         trainer, state, agreement = self.trainer, self.state, self.call.agreement
         # a single process needs no agreement, so it stops after the step in which should_stop was set

@@ -1,7 +1,7 @@
 """Everything outside a run that affects its bits: versions, CPU, environment variables, and torch's global switches.
 
 docs/reference/bits.md describes each name. A run records and compares the results of `versions` and `environment`. The
-table SWITCHES also carries the switches to workers.
+SWITCHES table also carries the switches to workers.
 """
 
 import platform
@@ -134,7 +134,7 @@ SWITCHES: dict[str, Switch] = {
 
 
 def versions() -> dict[str, str | None]:
-    """Return the versions of Legato, Python, torch, and the libraries under torch."""
+    """Return the versions of Legato, Python, torch, and the libraries that torch uses."""
     ours = {"legato": __version__, "python": platform.python_version()}
     return {**ours, "torch": str(torch.__version__), "numpy": np.__version__, **built_with()}
 
@@ -158,7 +158,7 @@ def read_switches(names: Iterable[str] = SWITCHES) -> dict[str, Any]:
 
 
 def write_switches(values: Mapping[str, Any]) -> None:
-    """Set the switches whose values differ from these."""
+    """Set the switches whose current values differ from these values."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for name, value in values.items():

@@ -137,7 +137,7 @@ class Trainer(TrainerView):  # noqa: D101 - arguments and docstring come from Tr
 
     # --- one optimizer step -----------------------------------------------------------------------------------------
     def train_step(self, step: StepInput) -> None:
-        """Run forward and backward on every batch of this process's replicas, then update the weights."""
+        """Run the forward and backward passes for every batch of this process's replicas, then update the weights."""
         run, output, batch = self.current_run, None, None
         run.begin_step(step)
         if step.masked:  # other processes' batches, run here only to take part in their collectives
@@ -157,7 +157,10 @@ class Trainer(TrainerView):  # noqa: D101 - arguments and docstring come from Tr
         run.end_step(step, output, batch)  # on every process, even one without a batch
 
     def train_batch(self, step: StepInput, item: ReplicaBatch, batch: Any) -> Any:
-        """Run forward and backward on one batch and return training_step's output. A Closure repeats this call."""
+        """Run the forward and backward pass for one batch and return training_step's output.
+
+        A Closure repeats this call.
+        """
         run = self.current_run
         hooks, strategy, optimization, is_last = run.hooks, run.strategy, run.optimization, item is step.batches[-1]
         output = strategy.training_step((batch, item.batch_idx)[: run.arity], item.replica, is_last)
@@ -307,7 +310,7 @@ class Trainer(TrainerView):  # noqa: D101 - arguments and docstring come from Tr
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
     def save_checkpoint(self, path: str | Path, weights_only: bool = False, asynchronous: bool = False) -> None:
-        """Write a checkpoint of the current state. Call it on every rank."""
+        """Write a checkpoint of the current state. All ranks must call this."""
         self.saver.save(to_location(path), weights_only, asynchronous)
 
     def remove_checkpoint(self, path: str | Path) -> None:

@@ -315,13 +315,13 @@ class TrainerView(TrainerArguments):
         return self.strategy.collectives.broadcast(value)
 
     def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
-        """Return `data` of every rank; see `Task.all_gather`."""
+        """Return every rank's `data`; see `Task.all_gather`."""
         return gather(self.strategy, self.run, data, group, sync_grads)
 
     def leave_out_update(self) -> None:
         """Skip the update of this step. Weights and optimizers stay unchanged; the step still counts.
 
-        Call it on every rank, in on_before_optimizer_step of a callback or the task, under automatic optimization.
+        All ranks must call this, in a callback's or the task's on_before_optimizer_step, under automatic optimization.
         """
         self.current_run.optimization.leaves_out_update = True
 

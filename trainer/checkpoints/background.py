@@ -20,9 +20,9 @@ from .commit import commit
 class Writer:
     """Writes checkpoints in a background thread, one at a time.
 
-    It keeps one copy of the state in host memory and reuses that memory for the next save: touching fresh memory costs
-    more than the copy. The thread is not a daemon, so a process that ends with an exception still finishes its
-    checkpoint.
+    The writer keeps one copy of the state in host memory and reuses this memory for the next save, because touching
+    fresh memory costs more than the copy. The thread is not a daemon, so a process that exits with an exception still
+    finishes its checkpoint.
     """
 
     def __init__(self) -> None:
@@ -41,9 +41,11 @@ class Writer:
         run: str = "",
         frozen: Collection[str] = (),
     ) -> None:
-        """Copy `contents` and return; a thread writes the copy. Waits for the previous save and raises its error.
+        """Copy `contents` and return while a thread writes the copy.
 
-        Every rank in `ranks` calls this, and must not use `ranks` for anything else until the save is done.
+        First waits for the previous save and raises its error.
+
+        All ranks in `ranks` must call this, and must not use `ranks` for anything else until the save is done.
         """
         self.wait()  # two saves at once would need memory for two copies
         # flatten here, not in the thread, so that an error about a value points at the call that saves it
@@ -68,7 +70,7 @@ class Writer:
             raise CheckpointError(f"Saving {self._checkpoint} in the background failed: {error}") from error
 
     def wait(self) -> None:
-        """Wait until the save has finished; raises what `check` raises."""
+        """Wait until the save has finished. Raises CheckpointError as `check` does."""
         self.join()
         self.check()
 

@@ -1,7 +1,7 @@
 """Encodes nested values as JSON and named tensors, and decodes them, without pickle.
 
-A value that JSON lacks becomes the mark `{"__legato__": KIND, "value": ...}`. The mark of a tensor holds its file and
-its name in that file.
+A value of a type that JSON lacks is encoded as the mark `{"__legato__": KIND, "value": ...}`. A tensor's mark holds the
+name of a file and the tensor's name in that file.
 """
 
 import base64
@@ -36,7 +36,7 @@ ValuePath = tuple[str, ...]
 
 
 class Kind(NamedTuple):
-    """A type that JSON lacks, and how to store its values."""
+    """How to store the values of a type that JSON lacks."""
 
     of: type[Any]
     pack: Callable[[Any], Any]
@@ -94,7 +94,7 @@ SUBCLASSED = ("int", "float", "path")
 
 @dataclass
 class FlatState:
-    """Nested value split into JSON and tensors."""
+    """A nested value, split into JSON and tensors."""
 
     tree: Any
     """Strict JSON, with marks in place of tensors."""
@@ -108,7 +108,7 @@ class FlatState:
     """Names in `model` of weights that may be stored in a base (frozen_base.py)."""
 
     def assign_writers(self, ranks: Ranks) -> None:
-        """Assign each shard to the first rank that holds it, and all other tensors to rank 0; every rank calls this.
+        """Assign each shard to the first rank that holds it, and all other tensors to rank 0. All ranks must call this.
 
         The marks record the file of each shard.
         """
@@ -136,8 +136,12 @@ class FlatState:
 def flatten(contents: Mapping[str, Any], frozen: Collection[str] = ()) -> FlatState:
     """Split a nested value into JSON and tensors.
 
-    The tensors of `contents["state_dict"]` keep their names and go to a separate file. `frozen`: keys of the state dict
-    whose weights are not trained. Raises CheckpointError with the path of a value that a checkpoint cannot hold.
+    The tensors of `contents["state_dict"]` keep their names and go to a separate file.
+
+    Args:
+        frozen: keys of the state dict whose weights are not trained.
+
+    Raises CheckpointError with the path of any value that a checkpoint cannot hold.
     """
     flat = FlatState({}, frozen=set(frozen))
     flat.tree = _encode(dict(contents), (), flat)
@@ -229,7 +233,7 @@ def _encode_tensor(value: Any, path: ValuePath, flat: FlatState) -> dict[str, An
 
 
 def _encode_wrapped(value: Any, path: ValuePath, flat: FlatState, is_sharded: bool) -> dict[str, Any]:
-    """Return the mark of a wrapper subclass, which `__tensor_flatten__` splits into tensors and plain values."""
+    """Return the mark of a wrapper subclass, whose `__tensor_flatten__` splits it into tensors and plain values."""
     name, problem = f"{type(value).__module__}.{type(value).__qualname__}", "sharded over several processes"
     if not is_sharded:
         inner, settings = value.__tensor_flatten__() if hasattr(value, "__tensor_flatten__") else ((), object())
@@ -245,7 +249,7 @@ def _encode_wrapped(value: Any, path: ValuePath, flat: FlatState, is_sharded: bo
 
 
 def _wrapper_class(name: str) -> Any:
-    """Return the wrapper subclass with this name; None if the program has not imported it or it cannot be rebuilt."""
+    """Return the wrapper subclass with this name, or None if it is not imported or cannot be rebuilt."""
     # reading a checkpoint imports no module: it uses only classes that the program has already imported
     module, _, attribute = name.rpartition(".")
     kind = vars(sys.modules.get(module, object)).get(attribute)
@@ -266,7 +270,7 @@ Tensors = dict[tuple[str, str], Tensor]
 def unflatten(
     tree: Any, tensors: Mapping[str, Mapping[str, Tensor]], files: ShardFiles | None = None
 ) -> dict[str, Any]:
-    """Rebuild the value that `flatten` split; `files`: the files with shards.
+    """Rebuild the value that `flatten` split, with the shards in `files`.
 
     A sharded tensor becomes a `StoredTensor`. Raises CheckpointError if the tree and the tensors do not match.
     """
@@ -355,7 +359,7 @@ def _decode_shards(node: dict[str, Any], files: ShardFiles) -> StoredTensor:
 
 
 def _typed(kind: type[Any], value: Any, items: type[Any] | None = None) -> Any:
-    """Return the value after a check of its exact type and, with `items`, of the type of its items."""
+    """Check a value's exact type and, with `items`, the type of its items. Return the value."""
     if type(value) is not kind or (items is not None and any(type(item) is not items for item in value)):
         raise TypeError(f"expected {kind.__name__}, got {str(value)[:40]}")
     return value

@@ -31,12 +31,17 @@ def write(
     run: str = "",
     frozen: Collection[str] = (),
 ) -> None:
-    """Write a checkpoint; an existing checkpoint with this name is replaced atomically.
+    """Write a checkpoint, and atomically replace any existing checkpoint with this name.
 
-    Every rank in `ranks` calls this with the same contents: each writes its shards of DTensors, and rank 0 the rest.
-    `run`: id of the run for the manifest; "": none. `frozen`: keys of the state dict whose weights are stored once for
-    all checkpoints of the folder. Raises CheckpointError, and leaves no files behind, if a value cannot be stored, the
-    disk is too full or writing fails.
+    All ranks in `ranks` must call this with the same contents. Each rank writes its shards of DTensors, and rank 0
+    writes the rest.
+
+    Args:
+        run: id of the run for the manifest; "" if there is none.
+        frozen: keys of the state dict whose weights are stored once for all checkpoints in the folder.
+
+    Raises CheckpointError, and leaves no files behind, if a value cannot be stored, the disk is too full or writing
+    fails.
     """
     flat = flatten(contents, frozen)
     flat.assign_writers(ranks)
@@ -44,9 +49,9 @@ def write(
 
 
 def commit(checkpoint: Location, flat: FlatState, ranks: Ranks = SINGLE, run: str = "") -> None:
-    """Write a checkpoint whose writers are assigned; see `write`.
+    """Write a checkpoint whose writers have been assigned; see `write`.
 
-    On failure raises CheckpointError on every rank and keeps an existing checkpoint.
+    On failure, keeps any existing checkpoint and raises CheckpointError on every rank.
     """
     checkpoint = to_absolute(checkpoint)
     folder, name, is_first = folder_at(checkpoint.parent), checkpoint.name, ranks.rank == 0
@@ -117,7 +122,7 @@ def _write_bases(folder: Folder, bases: Iterable[Base]) -> dict[str, FileSum]:
 
 
 def copy_whole(source: Location, target: Location) -> None:
-    """Copy a checkpoint to a new place and merge its bases into the copied files. Raises CheckpointError."""
+    """Copy a checkpoint to a new location and merge its bases into the copied files. Raises CheckpointError."""
     content, beside, folder = verify(source), folder_at(source.parent), folder_at(target.parent)
     sums, stage = {}, folder.open_stage(target.name, sum(entry.size for entry in content.files.values()), content.run)
     try:

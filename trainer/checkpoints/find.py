@@ -1,4 +1,4 @@
-"""Finds complete checkpoints in folders and verifies them, without torch. The files of a checkpoint:
+"""Finds complete checkpoints in folders and verifies them, without importing torch. A checkpoint has these files:
 
 step-00001200/
 |-- model.safetensors      contents["state_dict"], under the task's own parameter names
@@ -36,7 +36,7 @@ def directory_name(step: int) -> str:
 
 
 def verify(checkpoint: Location) -> Manifest:
-    """Check every file and return the manifest; raises CheckpointError with the problem."""
+    """Check every file and return the manifest. Raises a CheckpointError that describes the problem."""
     content, folder = check_sizes(checkpoint), folder_at(checkpoint.parent)
     for name, expected in content.files.items():
         check_file(fetch_file(folder, checkpoint.name, content, name), expected)
@@ -44,12 +44,12 @@ def verify(checkpoint: Location) -> Manifest:
 
 
 def check_sizes(checkpoint: Location) -> Manifest:
-    """Check the sizes of all files and return the manifest; raises what `verify` raises."""
+    """Check the sizes of all files and return the manifest. Raises CheckpointError as `verify` does."""
     return folder_at(checkpoint.parent).check_sizes(checkpoint.name)
 
 
 def load_manifest(checkpoint: Location) -> Manifest:
-    """Read the manifest of a checkpoint; raises CheckpointError with the place and the problem."""
+    """Read a checkpoint's manifest. Raises a CheckpointError that names the manifest's location and the problem."""
     return folder_at(checkpoint.parent).read_manifest(checkpoint.name)
 
 
@@ -75,7 +75,7 @@ def best_checkpoints(root: Location, run: str) -> list[Location]:
 
 
 def newest_complete(root: Location, check: Check = verify) -> Location | None:
-    """Return the newest checkpoint in a folder that passes `check`; warn about each newer one and its problem.
+    """Return the newest checkpoint in a folder that passes `check`, and warn about the problem of each newer one.
 
     If a process died while it replaced a checkpoint, the result may be the old checkpoint under its temporary name,
     until the next sweep or save restores it.
@@ -85,7 +85,7 @@ def newest_complete(root: Location, check: Check = verify) -> Location | None:
 
 
 def first_complete(paths: Iterable[Location], check: Check) -> Location | None:
-    """Return the first checkpoint that passes `check`; warn about each one before it and its problem."""
+    """Return the first checkpoint that passes `check`, and warn about the problem of each one before it."""
     # stop at the first: verification reads a complete checkpoint
     for path in paths:
         try:
@@ -99,7 +99,7 @@ def first_complete(paths: Iterable[Location], check: Check) -> Location | None:
 
 
 def checkpoint_step(checkpoint: Location) -> int:
-    """Return a checkpoint's step from its name (also a temporary one), else from its state; -1 if unreadable."""
+    """Return a checkpoint's step from its (possibly temporary) name, or else from its state; -1 if unreadable."""
     name = checkpoint.name.strip(".").split(".")[0]
     if STEP_NAME.fullmatch(name):
         return int(name.removeprefix("step-"))

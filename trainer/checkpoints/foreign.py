@@ -19,7 +19,7 @@ _EXTRA_STATE = "_extra_state"  # result of nn.Module.get_extra_state; may be any
 
 
 def read_contents(path: Path, names: Collection[str] = ()) -> dict[str, Any]:
-    """Read a file as `read_file` does and remove prefixes that the task's parameters, `names`, do not have."""
+    """Read a file with `read_file`, and remove prefixes that do not occur in `names`, the task's parameter names."""
     contents = read_file(path)
     return {**contents, "state_dict": plain_names(path, contents["state_dict"], names)}
 
@@ -27,8 +27,8 @@ def read_contents(path: Path, names: Collection[str] = ()) -> dict[str, Any]:
 def read_file(path: Path) -> dict[str, Any]:
     """Read a `torch.save` file, a Lightning `.ckpt` or a `.safetensors` file as the contents of a checkpoint.
 
-    The contents are the weights and, if the file has a key `state_dict`, its other entries. If the file is rejected,
-    raises a CheckpointError that describes its contents.
+    The contents are the weights and, if the file has a `state_dict` key, the file's other entries. Raises a
+    CheckpointError that describes the file's contents if the file is rejected.
     """
     if not path.is_file():
         raise CheckpointError(f"{path} is not a file; expected a .pt, .pth, .ckpt or .safetensors file.")
@@ -86,7 +86,7 @@ def _state_dict(path: Path, loaded: Any) -> dict[str, Tensor]:
 
 
 def plain_names(path: object, weights: dict[str, Tensor], names: Collection[str]) -> dict[str, Tensor]:
-    """Remove the prefixes of DistributedDataParallel and torch.compile, unless `names` have them."""
+    """Remove the prefixes of DistributedDataParallel and torch.compile, unless `names` contain them."""
     if names and set(names) <= weights.keys():
         return weights
     plain = {_uncompiled(name): value for name, value in weights.items()}

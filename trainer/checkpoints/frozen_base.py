@@ -7,8 +7,8 @@ checkpoints/
     |-- model.safetensors     the weights that the base does not have, or has with other values
     `-- manifest.json         lists the base as base.safetensors, with its size and its SHA-256
 
-A reader takes a weight from the checkpoint's file, or from the base of that file if the file lacks it. Each file with
-shards, such as model-00002.safetensors, has its own base, base-00002.safetensors.
+A reader takes a weight from the checkpoint's file or, if the file lacks the weight, from the file's base. Each file
+with shards, such as model-00002.safetensors, has its own base, base-00002.safetensors.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ from .tensors import flat_bytes, write_tensors
 
 
 class Base(NamedTuple):
-    """Base of one file of a checkpoint: an existing base, or weights for a new one."""
+    """The base of one checkpoint file: either an existing base or the weights for a new one."""
 
     file: str
     """Name in the manifest."""

@@ -30,7 +30,7 @@ class HashedFile:
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
 
     def write(self, data: memoryview | bytes) -> None:
-        """Append data in blocks; each block is recorded as progress, so that the signal watch lets the save finish."""
+        """Append data in blocks. Record each block as progress, so that the signal watch lets the save finish."""
         view = memoryview(data)
         while view.nbytes:
             count = self._append(view[:_BLOCK])
@@ -63,10 +63,17 @@ class HashedFile:
 
 
 class HashedUpload(HashedFile):
-    """A new object in a store, hashed while it is uploaded. It appears when it is closed, and never after an error."""
+    """A new object in a store, hashed while it is uploaded.
+
+    The object appears when it is closed, but never after an error.
+    """
 
     def __init__(self, file: Any) -> None:
-        """`file`: a file that fsspec has opened."""
+        """Upload to an open file.
+
+        Args:
+            file: a file that fsspec has opened.
+        """
         self.sum = FileSum(0, "")
         self._size, self._hash, self._file = 0, hashlib.sha256(), file
 
@@ -97,7 +104,7 @@ def write_bytes(file: HashedFile, data: bytes) -> FileSum:
 
 
 def file_sum(path: Path) -> FileSum:
-    """Return the size and SHA-256 of a file; raises OSError for a link."""
+    """Return the size and SHA-256 of a file. Raises OSError for a link."""
     # one buffer for all blocks: a file of 10 GB would otherwise need ten thousand allocations
     digest, size, buffer = hashlib.sha256(), 0, bytearray(1 << 20)
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb", buffering=0) as file:
@@ -108,7 +115,7 @@ def file_sum(path: Path) -> FileSum:
 
 
 def check_file(path: Path, expected: FileSum) -> Path:
-    """Return the path; raises CheckpointError if the file has changed since it was written."""
+    """Return the file's path. Raises CheckpointError if the file has changed since it was written."""
     try:
         damaged = file_sum(path) != expected
     except OSError as error:
@@ -119,7 +126,7 @@ def check_file(path: Path, expected: FileSum) -> Path:
 
 
 def parse_json(data: bytes, name: str) -> Any:
-    """Parse strict JSON (UTF-8, no NaN, no repeated keys); raises CheckpointError with the file's name."""
+    """Parse strict JSON (UTF-8, no NaN, no repeated keys). Raises CheckpointError with the file's name."""
     # RecursionError: anybody can write a small file of 100,000 brackets
     try:
         return json.loads(data.decode("utf-8"), object_pairs_hook=_unique_keys, parse_constant=_no_constant)

@@ -1,4 +1,7 @@
-"""Manifest of a checkpoint: the sizes and hashes of its files. Written last, it is the commit mark."""
+"""A checkpoint's manifest: the sizes and hashes of its files.
+
+It is written last, and marks the checkpoint as committed.
+"""
 
 import hashlib
 import json
@@ -74,7 +77,7 @@ def lacks_base(checkpoint: object, stored: str) -> CheckpointError:
 
 
 def dump_manifest(files: Mapping[str, FileSum], run: str = "", prefix: str = "") -> bytes:
-    """Return the text of a manifest for files that `run` wrote; "" for no run."""
+    """Return the text of a manifest for files written by `run`, which is "" if there is no run."""
     # the version is for human readers; only the format decides whether Legato accepts the manifest
     body: dict[str, Any] = {
         "format": FORMAT,
@@ -87,7 +90,7 @@ def dump_manifest(files: Mapping[str, FileSum], run: str = "", prefix: str = "")
 
 
 class Manifest(NamedTuple):
-    """Contents of a manifest."""
+    """The contents of a manifest."""
 
     files: dict[str, FileSum]
     run: str
@@ -112,7 +115,7 @@ def path_below(prefix: str, file: str) -> str:
 
 
 def parse_manifest(data: bytes) -> Manifest:
-    """Parse a manifest's text; raises CheckpointError if it is damaged or has another format."""
+    """Parse a manifest's text. Raises CheckpointError if it is damaged or has another format."""
     body = parse_json(data, MANIFEST)
     written = body.get("format") if isinstance(body, dict) else None
     # `type`, not isinstance: true is an int, and equal to 1
@@ -165,7 +168,7 @@ def _sum_of(body: Mapping[str, Any]) -> str:
 
 
 def load_manifest(directory: Path) -> Manifest:
-    """Read the manifest of a checkpoint; raises CheckpointError with the directory and the problem."""
+    """Read a checkpoint's manifest. Raises a CheckpointError that names the directory and the problem."""
     regular_size(directory, MANIFEST, limit=_LARGEST)
     try:
         return parse_manifest((directory / MANIFEST).read_bytes())
@@ -176,7 +179,7 @@ def load_manifest(directory: Path) -> Manifest:
 
 
 def regular_size(directory: Path, name: str, limit: int | None = None) -> int:
-    """Return the size of a checkpoint's file; raises CheckpointError if it is missing or not a regular file."""
+    """Return the size of a checkpoint's file. Raises CheckpointError if it is missing or not a regular file."""
     try:
         status = (directory / name).lstat()
     except (OSError, ValueError) as error:

@@ -1,8 +1,9 @@
 """ObjectFolder: a folder of checkpoints in an object store, such as s3://bucket/run/checkpoints.
 
-A store cannot rename objects, but each object appears complete, and to all readers at once. So each process uploads its
-files in place, and the manifest, uploaded last, is the commit. Only the manifest is ever overwritten: if a checkpoint
-is replaced, the new files go to a new folder, which the manifest names as `prefix`.
+A store cannot rename objects, but each object appears complete and to all readers at once. Therefore, each process
+uploads its files in place, and the upload of the manifest, which comes last, commits the checkpoint. Only the manifest
+is ever overwritten: if a checkpoint is replaced, the new files go to a new folder, which the manifest names as
+`prefix`.
 
 step-00001200/
 |-- .writing               exists while the checkpoint is written or removed; its text is the run's id
@@ -53,7 +54,7 @@ class ObjectFolder:
         return retried(place, getattr(connect(place), request), place, *arguments, **options)
 
     def _sizes(self, name: str = "") -> dict[str, int]:
-        """Return the sizes of all objects below a checkpoint, or below the folder for "", by relative path."""
+        """Return the sizes of all objects below a checkpoint (or the folder, if `name` is ""), by relative path."""
         return sizes_below(self.location / name if name else self.location)
 
     # --- reading ----------------------------------------------------------------------------------------------------
@@ -63,7 +64,7 @@ class ObjectFolder:
         return sorted(path[0] for path in paths if path[1:] == [manifest.MANIFEST] and path[0][:1] != ".")
 
     def candidates(self) -> list[str]:
-        """Return the names of committed checkpoints: only these have a manifest."""
+        """Return the names of committed checkpoints, the only ones with a manifest."""
         return self.names()
 
     def committed(self, name: str) -> str | None:
@@ -122,7 +123,7 @@ class ObjectFolder:
 
     # --- writing ----------------------------------------------------------------------------------------------------
     def make(self) -> None:
-        """Raise ConfigError if the store is read-only; it has no folders to make."""
+        """Raise ConfigError if the store is read-only. Stores have no folders to create."""
         require_writable(self.location)
 
     def write_index(self, index: CheckpointIndex) -> None:
@@ -138,7 +139,10 @@ class ObjectFolder:
             )
 
     def open_stage(self, name: str, needed: int, run: str) -> str:
-        """Mark a checkpoint as being written; return the prefix of its files, a new one if the checkpoint exists."""
+        """Mark a checkpoint as being written.
+
+        Return the prefix for its files, which is new if the checkpoint exists.
+        """
         place, sizes = self.location / name, self._sizes(name)
         marks = [file for file in sizes if file.endswith(WRITING)]
         if run and any(self._ask("cat_file", place / mark) == run.encode() for mark in marks):
@@ -155,12 +159,12 @@ class ObjectFolder:
         return stage
 
     def write(self, name: str, stage: str, file: str, fill: Callable[[HashedFile], FileSum]) -> FileSum:
-        """Upload a file, restarting from its beginning if a request fails; it appears when it is complete."""
+        """Upload a file, starting over if a request fails. The file appears when it is complete."""
         place = self.location / name / manifest.path_below(stage, file)
         return retried(place, lambda: fill(HashedUpload(connect(place).open(place, "wb", block_size=PART))))
 
     def publish(self, name: str, stage: str, files: Mapping[str, FileSum], run: str) -> None:
-        """Write the manifest and delete the files that only the previous manifest names."""
+        """Write the manifest and delete the files that only the previous manifest lists."""
         place, content, sizes = self.location / name, manifest.Manifest(dict(files), run, stage), self._sizes(name)
         _require_sizes(place, content.split()[0], sizes)
         if content.path(WRITING) not in sizes:
@@ -176,7 +180,7 @@ class ObjectFolder:
             self._delete(place, [*older, content.path(WRITING)])
 
     def discard(self, name: str, stage: str) -> None:
-        """Delete the files of an abandoned checkpoint, unless its manifest might still arrive."""
+        """Delete the files of an abandoned checkpoint, unless its manifest might still appear."""
         if self._sent == stage:
             return  # the next sweep deletes files that no manifest names
         with suppress(OSError):
@@ -235,7 +239,7 @@ class ObjectFolder:
             self._delete(self.location / manifest.BASE, unused)
 
     def _tidy(self, name: str) -> None:
-        """Delete the files of a checkpoint that its manifest does not name."""
+        """Delete a checkpoint's files that its manifest does not list."""
         sizes = self._sizes(name)
         kept = set(_foreign(sizes))
         if manifest.MANIFEST in sizes:
@@ -264,7 +268,7 @@ def download(place: Address, folder: Path) -> Path:
 
 
 def _reading(place: Address, request: Callable[..., T], *arguments: Any) -> T:
-    """Return the result of a request; raises FileNotFoundError, and CheckpointError for any other OSError."""
+    """Return the result of a request. Raises FileNotFoundError unchanged, and CheckpointError for any other OSError."""
     try:
         return request(*arguments)
     except FileNotFoundError:

@@ -1,8 +1,8 @@
 """Reads a checkpoint on all ranks; exactly one rank reads and hashes each byte.
 
-Rank 0 reads and broadcasts the values that all ranks need. For tensors needed in shards, each rank verifies the file
-with its rank number: under the layout that wrote the checkpoint, that file holds its shards. If the number of processes
-has changed, a rank also reads slices of other files.
+Rank 0 reads and broadcasts the values that all ranks need. For tensors that are needed in shards, each rank verifies
+the file with its own rank number, which holds its shards under the layout that wrote the checkpoint. If the number of
+processes has changed, a rank also reads slices of other files.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -37,10 +37,10 @@ def read(source: Location) -> dict[str, Any]:
 
 
 def read_checkpoint(checkpoint: Location, in_parts: Collection[str] = (), ranks: Ranks = SINGLE) -> dict[str, Any]:
-    """Verify a checkpoint and return its contents, with tensors in host memory; every rank in `ranks` calls this.
+    """Verify a checkpoint and return its contents, with tensors in host memory. All ranks in `ranks` must call this.
 
-    Under the keys `in_parts` a sharded tensor is a `StoredTensor`, from which a rank reads the slices it needs. Raises
-    CheckpointError with the file and the problem, on every rank.
+    Under the keys in `in_parts`, each sharded tensor is a `StoredTensor`, from which a rank reads the slices that it
+    needs. Raises CheckpointError, on every rank, with the file and the problem.
     """
     contents: dict[str, Any] = {}
     # all ranks use rank 0's manifest: on a network disk another rank may see an older one
@@ -93,9 +93,9 @@ def _read_unsharded(
 def broadcast_contents(
     contents: Mapping[str, Any], ranks: Ranks, source: int = 0, shard_files: ShardFiles | None = None
 ) -> dict[str, Any]:
-    """Return the contents of the rank `source` on every rank; every rank calls this with its own contents.
+    """Return rank `source`'s contents on every rank. All ranks must call this with their own contents.
 
-    Tensors in `shard_files` are not sent: each rank reads them from there.
+    Tensors in `shard_files` are not sent, because each rank reads them from these files.
     """
     # shapes first, so that tensors are sent as bytes, without pickle
     flat = flatten(contents) if ranks.rank == source else FlatState({})

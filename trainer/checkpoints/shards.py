@@ -43,7 +43,7 @@ def shard_block(tensor: Tensor) -> ShardBlock | None:
 
 
 def file_name(file: str, rank: int) -> str:
-    """Return the name of the file in which a rank stores its shards of the tensors of `file`."""
+    """Return the name of the file in which a rank stores its shards of the tensors that belong to `file`."""
     return f"{file}-{rank:05d}.safetensors"
 
 
@@ -52,15 +52,17 @@ class ShardFiles:
     """Files of a checkpoint that hold shards, opened when first needed."""
 
     def __init__(self, fetch: Callable[[str], Path], names: Collection[str]) -> None:
-        """`fetch` returns the local path of a file.
+        """Record the files, which are opened when first needed.
 
-        `names`: the files in the manifest. No other file is opened, because it would not be verified.
+        Args:
+            fetch: returns the local path of a file.
+            names: the files in the manifest. No other file is opened, because it would not be verified.
         """
         self.fetch, self.names = fetch, names
         self._open: dict[str, tuple[Any, set[str]]] = {}
 
     def shard(self, file: str, name: str) -> Any:
-        """Return a shard, which is read when it is sliced; raises CheckpointError if it is missing."""
+        """Return a shard, which is read when it is sliced. Raises CheckpointError if it is missing."""
         base = base_of(file)
         if base in self.names and (file not in self.names or name not in self._opened(file)[1]):
             file = base
@@ -96,7 +98,11 @@ class StoredTensor:
         shards: Sequence[tuple[str, Numbers, Numbers]],
         mark: Mapping[str, Any],
     ) -> None:
-        """`shards`: file, offset and shape of each shard; `mark`: the tensor's mark in the state (see codec.py).
+        """Describe a stored tensor by its shards.
+
+        Args:
+            shards: file, offset and shape of each shard.
+            mark: the tensor's mark in the state (see codec.py).
 
         Raises ValueError if the shards do not make up the full tensor.
         """
@@ -120,7 +126,7 @@ class StoredTensor:
         return math.prod(self.shape)
 
     def __getitem__(self, place: tuple[slice, ...]) -> Tensor:
-        """Read a block into new memory; `place` has one slice without a step for each dimension."""
+        """Read a block into new memory. `place` must have one slice, without a step, for each dimension."""
         starts = [range(size)[cut].start for cut, size in zip(place, self.shape, strict=True)]
         counts = [len(range(size)[cut]) for cut, size in zip(place, self.shape, strict=True)]
         block = torch.zeros(counts, dtype=self.dtype)
@@ -144,7 +150,7 @@ def _zip(*sequences: Sequence[int]) -> Iterator[tuple[int, ...]]:
 
 
 def load_stored(value: Any) -> Any:
-    """Return nested containers in which every stored tensor is read in full."""
+    """Return nested containers with every StoredTensor in them read in full."""
     if isinstance(value, StoredTensor):
         return value.read()
     if type(value) is dict:
@@ -154,7 +160,7 @@ def load_stored(value: Any) -> Any:
 
 # --- tensors of other ranks -------------------------------------------------------------------------------------------
 def without_data(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace tensors with empty shards, which are cheap to send; numbers and tensors without dimensions stay."""
+    """Replace tensors with empty shards, which are cheap to send. Numbers and 0-dim tensors are kept."""
     return {
         # a plain tensor also for a DTensor, whose mesh would be sent with it
         name: (_shard(torch.empty((0,) * value.ndim, dtype=value.dtype), value) if value.ndim else value.detach().cpu())
@@ -165,7 +171,7 @@ def without_data(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_own_data(described: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace the empty shards of `without_data` with this rank's `tensors`, where it has them.
+    """Replace the empty shards made by `without_data` with this rank's `tensors`, if it has them.
 
     The other shards stay empty and write no bytes, so all ranks describe the same tensors in the same order.
     """

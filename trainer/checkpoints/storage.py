@@ -1,9 +1,10 @@
 """Folders of checkpoints. A checkpoint is either complete under its name or absent, even if the process dies.
 
 A save writes `.step-00001200.partial`, syncs every file, writes the manifest last, and renames the folder to
-`step-00001200`. An existing checkpoint is renamed to `.step-00001200.replaced` before that and deleted after it; a
-removal first renames the checkpoint to `.partial`. So at any time, the old or the new checkpoint is complete, under
-its name or as `.replaced`. Leftovers of an interrupted process have fixed names, and the next start cleans them up.
+`step-00001200`. An existing checkpoint is first renamed to `.step-00001200.replaced`, and is deleted after the new one
+has its name. A removal first renames the checkpoint to `.partial`. At any time, therefore, either the old or the new
+checkpoint is complete, under its name or as `.replaced`. Leftovers of an interrupted process have fixed names, and the
+next start cleans them up.
 """
 
 import os
@@ -58,7 +59,7 @@ class Folder(Protocol):
         """Return the name under which a checkpoint is committed, perhaps a temporary one; None if it is uncommitted."""
 
     def read_manifest(self, name: str) -> manifest.Manifest:
-        """Read a checkpoint's manifest; raises CheckpointError with the place and the problem."""
+        """Read a checkpoint's manifest. Raises CheckpointError with the place and the problem."""
 
     def check_sizes(self, name: str) -> manifest.Manifest:
         """Read a checkpoint's manifest and check the sizes of its files. Raises CheckpointError."""
@@ -83,10 +84,10 @@ class Folder(Protocol):
         """Raise CheckpointError if something other than a checkpoint has this name."""
 
     def open_stage(self, name: str, needed: int, run: str) -> str:
-        """Make a stage for a checkpoint of about `needed` bytes; return its name, to pass to the other methods."""
+        """Create a stage for a checkpoint of about `needed` bytes. Return its name, which the other methods take."""
 
     def write(self, name: str, stage: str, file: str, fill: Callable[[HashedFile], FileSum]) -> FileSum:
-        """Write a new file of a checkpoint with `fill`, which is called again if a request fails. Raises OSError."""
+        """Write a new checkpoint file by calling `fill`, which is called again if a request fails. Raises OSError."""
 
     def publish(self, name: str, stage: str, files: Mapping[str, FileSum], run: str) -> None:
         """Write the manifest and give the checkpoint its name. Raises OSError."""
@@ -95,23 +96,25 @@ class Folder(Protocol):
         """Delete the files of an abandoned checkpoint."""
 
     def bases(self) -> dict[FileSum, dict[str, str]]:
-        """Return the existing bases (frozen_base.py) and, for each, tensor name -> SHA-256."""
+        """Return the existing bases (frozen_base.py), each with the SHA-256 of its tensors by name."""
 
     def add_base(self, write: Callable[[HashedFile], FileSum]) -> FileSum:
-        """Write a base with `write`, under its SHA-256 as the name. Any number of processes may do so at once."""
+        """Write a base with `write`, named by its SHA-256. Any number of processes may do so at once."""
 
     def sweep(self) -> None:
         """Clean up after interrupted saves and removals; no other process may write to the folder meanwhile."""
 
     def remove(self, name: str, run: str | None = None) -> None:
-        """Delete a checkpoint; raises CheckpointError for anything else, or if `run` is set and did not write it.
+        """Delete a checkpoint.
+
+        Raises CheckpointError for anything else, or if `run` is set but did not write the checkpoint.
 
         A checkpoint is a directory, not a link, with a valid manifest that names every file in it.
         """
 
 
 class LocalFolder:
-    """Folder of a file system that all ranks see."""
+    """A folder in a file system that all ranks share."""
 
     def __init__(self, path: Path) -> None:
         self.path = self.location = path
@@ -210,7 +213,7 @@ class LocalFolder:
         return fill(HashedFile(folder / file))
 
     def publish(self, name: str, stage: str, files: Mapping[str, FileSum], run: str) -> None:
-        """Write the manifest and give the checkpoint its name; raises OSError."""
+        """Write the manifest and give the checkpoint its name. Raises OSError."""
         new, old, target = (
             temporary_path(self.path / name, PARTIAL),
             temporary_path(self.path / name, REPLACED),
@@ -241,7 +244,10 @@ class LocalFolder:
         return bases
 
     def add_base(self, write: Callable[[HashedFile], FileSum]) -> FileSum:
-        """Write a base under a unique name and rename it: of two equal bases, the second replaces the first."""
+        """Write a base under a unique name and rename it.
+
+        If two processes write the same base, the second replaces the first.
+        """
         folder = self.path / manifest.BASE
         make_folder(folder)
         partial = folder / f"{uuid.uuid4().hex}.{PARTIAL}"
@@ -356,7 +362,7 @@ def _naming(path: Path) -> Iterator[None]:
 
 
 def _delete(path: Path) -> None:
-    """Delete a temporary file or folder, its manifest first; two processes or threads may do so at once."""
+    """Delete a temporary file or folder, its manifest first. Two processes or threads may do so at the same time."""
     if not os.path.lexists(path):
         return
     if path.is_symlink() or not path.is_dir():
@@ -379,7 +385,7 @@ def make_folder(path: Path) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Sync a folder, and thereby the names in it."""
+    """Sync a folder, which makes the names in it durable."""
     # fsync of a file does not sync the file's name, which the folder holds
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -389,7 +395,7 @@ def sync_folder(path: Path) -> None:
 
 
 def free_space_check(folder: Path, needed_bytes: int) -> None:
-    """Raise CheckpointError if a save does not fit into the free space of a folder's disk."""
+    """Raise CheckpointError if a save does not fit into the free space on a folder's disk."""
     free = shutil.disk_usage(folder).free
     if free < needed_bytes + _SLACK:
         raise CheckpointError(
@@ -399,7 +405,10 @@ def free_space_check(folder: Path, needed_bytes: int) -> None:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Replace a small file; a kill or a power cut leaves the old file or the new one. Raises OSError."""
+    """Replace a small file atomically: a kill or power failure leaves either the old or the new file.
+
+    Raises OSError.
+    """
     partial = temporary_path(path, PARTIAL)
     partial.unlink(missing_ok=True)  # left by a killed process
     write_bytes(HashedFile(partial), data)
@@ -418,7 +427,7 @@ def require_new(target: Path) -> None:
 def whole_file(target: Path) -> Iterator[Path]:
     """Yield a path to write to, with the suffix of `target`; on success it becomes `target`, on failure it is deleted.
 
-    Raises CheckpointError in place of an OSError.
+    Raises CheckpointError instead of OSError.
     """
     partial = target.with_name(f".{target.stem}.{PARTIAL}{target.suffix}")
     try:

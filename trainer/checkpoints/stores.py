@@ -24,7 +24,10 @@ LASTING = (
 
 
 def connect(address: str) -> Any:
-    """Return the fsspec file system of an address; its methods take addresses. Raises ConfigError if there is none."""
+    """Return the fsspec file system for an address. Its methods take full addresses.
+
+    Raises ConfigError if there is none.
+    """
     # the file system of hf:// does not lock its listings, so each thread gets its own
     thread = threading.get_ident() if address.startswith("hf://") else 0
     store = _connection("/".join(address.split("/")[:3]), os.getpid(), thread)
@@ -34,7 +37,10 @@ def connect(address: str) -> Any:
 
 @lru_cache
 def _connection(bucket: str, process: int, thread: int) -> Any:
-    """Return the file system of a bucket for one process, because a connection does not survive a fork."""
+    """Return a bucket's file system for one process.
+
+    Each process needs its own: a connection does not survive a fork.
+    """
     from fsspec.core import url_to_fs  # torch requires it
 
     try:
@@ -61,15 +67,16 @@ def sizes_below(address: str) -> dict[str, int]:
 
 
 def require_writable(address: str) -> None:
-    """Raise ConfigError for a repository of the Hugging Face Hub, which is read-only."""
+    """Raise ConfigError for a repository on the Hugging Face Hub, which is read-only."""
     if is_repository(address):
         raise ConfigError(f"{address} is {REPOSITORY}")
 
 
 def retried(address: str, request: Callable[..., T], *arguments: Any, **options: Any) -> T:
-    """Return the result of a request, retried a few times. Raises OSError that names the address.
+    """Return the result of a request, which is retried a few times. Raises OSError that names the address.
 
-    Errors in LASTING are raised unchanged. The libraries retry too, but not all of them and not for all errors.
+    Errors in LASTING are raised unchanged. The store libraries also retry, but not all of them do, and not after all
+    errors.
     """
     for attempt in range(TRIES):
         try:

@@ -31,9 +31,10 @@ class CombinedLoader(Iterable[tuple[Any, int, int]]):
     def __init__(self, iterables: Any, mode: Mode = "min_size") -> None:
         """Combine loaders, each of which may be any iterable of batches.
 
-        mode: "min_size" stops with the shortest loader; "max_size_cycle" stops with the longest and restarts shorter
-        ones; "max_size" stops with the longest and yields None for exhausted ones; "sequential" yields the batches of
-        one loader after the other, without nesting.
+        Args:
+            mode: "min_size" stops with the shortest loader; "max_size_cycle" stops with the longest and restarts
+                shorter ones; "max_size" stops with the longest and yields None for exhausted ones; "sequential" yields
+                the batches of one loader after the other, without nesting.
 
         Raises ConfigError for an unknown mode and DataError for an object that is not a loader.
         """
@@ -58,7 +59,7 @@ class CombinedLoader(Iterable[tuple[Any, int, int]]):
             require_iterable(loader, f"The combined loader {name!r}")
 
     def __iter__(self) -> Iterator[tuple[Any, int, int]]:
-        """Yield (batch, batch_idx, dataloader_idx); dataloader_idx is 0 in every mode but "sequential"."""
+        """Yield (batch, batch_idx, dataloader_idx); dataloader_idx is 0 in every mode except "sequential"."""
         if self.mode != "sequential":
             yield from ((batch, index, 0) for index, batch in enumerate(self.batches()))
             return
@@ -66,7 +67,7 @@ class CombinedLoader(Iterable[tuple[Any, int, int]]):
             yield from ((batch, index, number) for index, batch in enumerate(read_loader(loader)))
 
     def __len__(self) -> int:
-        """Return the number of combined batches. Raises TypeError when a loader has no length."""
+        """Return the number of combined batches. Raises TypeError if a loader has no length."""
         lengths = [length_of(loader) for loader in self.flattened]
         unknown = [name for name, length in zip(self.names, lengths, strict=True) if length is None]
         if unknown:
@@ -246,7 +247,7 @@ class CombinedPart(MapLoader):
         """Return the order of a combined epoch; each position is one batch of this loader."""
 
         def place(position: int) -> tuple[int, range]:
-            """Return a batch's pass, as an epoch of this loader, and its positions within the pass."""
+            """Return a batch's pass, numbered as an epoch of this loader, and the batch's positions in that pass."""
             number, batch = divmod(position, self.count)
             return epoch * self.passes + number, self.deal.span(*divmod(batch, self.deal.replicas))
 
@@ -285,7 +286,8 @@ class CombinedSource:
     def __init__(self, loader: CombinedLoader, seed: int, in_order: bool = False, padded_for: int = 1) -> None:
         """Build the parts. The first loader has the same order and random numbers as it would alone.
 
-        padded_for: number of replicas for which each loader repeats samples, so that all get batches of equal size.
+        Args:
+            padded_for: number of replicas for which each loader repeats samples, so that all get batches of equal size.
         """
         self.loader = loader
         self.parts = [

@@ -220,10 +220,11 @@ class EvaluationData:
     ) -> None:
         """Wrap the loaders. All ranks must call this.
 
-        shares: indices of loaders that are known to yield each process's own share.
-        ranks: the ranks that compare samples to find out whether a loader yields the same data on all of them.
-        expects_shares: treat map-style data that cannot be compared as a share.
-        count: counts the samples of a stream's batch.
+        Args:
+            shares: indices of loaders that are known to yield each process's own share.
+            ranks: the ranks that compare samples to find out whether a loader yields the same data on all of them.
+            expects_shares: whether to treat map-style data that cannot be compared as a share.
+            count: function that counts the samples in a stream's batch.
         """
         self.loaders, self.limit, self.ranks = loaders, limit, ranks
         # Indices of loaders that yield each process's own share, and of those that need no comparison
@@ -249,7 +250,8 @@ class EvaluationData:
     def batches(self, epoch: int, limit: int | None = None) -> Iterator[ReplicaBatch]:
         """Yield this process's batches of every loader.
 
-        limit: batches per loader, over all replicas.
+        Args:
+            limit: batches per loader, over all replicas.
         """
         for index, source in enumerate(self.sources):
             if isinstance(source, StreamData) and self.ranks.size > 1:
@@ -326,8 +328,9 @@ def training_data(
 ) -> TrainingData:
     """Return the data of a training loader, distributed by position if possible, else as a stream.
 
-    ranks: the ranks that check in each epoch that they read the same data.
-    count: counts the samples of a stream's batch.
+    Args:
+        ranks: the ranks that check in each epoch that they read the same data.
+        count: function that counts the samples in a stream's batch.
     """
     if is_dealable(loader) or is_dealable_by_batch(loader):
         return DealtData(loader, dealing, limit, in_order, ranks)

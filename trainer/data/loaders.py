@@ -49,19 +49,20 @@ def opened_loaders() -> list[Any]:
 
 
 def close_loaders(keep: Sequence[Any] = ()) -> None:
-    """End the workers of all open iterators not in `keep`, even persistent ones, which a traceback may keep alive."""
+    """Stop the workers of all open iterators not in `keep`, even persistent ones that a traceback keeps alive."""
     for batches in opened_loaders():
         if not any(batches is kept for kept in keep):
             end_loader_workers(batches, _open_iterators.pop(batches))
 
 
 def iterate_loader(batches: Iterator[Any], loader: Any = None, length: float = 0) -> Iterator[Any]:
-    """Yield the batches of an iterator, which must have at least `length` of them.
+    """Yield the batches of an iterator, which must have at least `length` batches.
 
-    If the iterator raises, this function ends its non-persistent workers. torch would end them only when the last
-    reference to the iterator is dropped, and the worker's error holds one in a reference cycle.
+    If the iterator raises, this function stops its non-persistent workers. torch would stop them only when the last
+    reference to the iterator is dropped, but the worker's error holds a reference in a cycle.
 
-    Raises DataError if there are fewer batches: torch treats a StopIteration from a dataset or a collate_fn as the end.
+    Raises DataError if there are fewer batches, because torch treats a StopIteration from a dataset or a collate_fn as
+    the end of the data.
     """
     count, (read, most) = 0, reader_of(batches)
     try:
@@ -84,7 +85,7 @@ def iterate_loader(batches: Iterator[Any], loader: Any = None, length: float = 0
 
 
 def read_loader(loader: Any) -> Iterator[Any]:
-    """Return an iterator over the batches of a loader, whose workers leave signals to the trainer.
+    """Return an iterator over a loader's batches. The loader's workers leave signals to the trainer.
 
     A loader with a custom `__len__` stops at that length, because it may be endless. A torch DataLoader yields all of
     its batches and warns if its length is too small.
@@ -116,7 +117,8 @@ class MapLoader:
     def __init__(self, loader: "DataLoader[Any]", seed: int, in_order: bool = False) -> None:
         """Wrap `loader`.
 
-        in_order: disable shuffling, and repeat a custom sampler's first order in every epoch.
+        Args:
+            in_order: whether to disable shuffling and repeat a custom sampler's first order in every epoch.
         """
         self.loader, self.seed, self.in_order = loader, seed, in_order
         # Whether it has a custom batch sampler, whose batches must not be split
@@ -278,7 +280,7 @@ def copy_loader(
 
 
 def length_of(loader: Any) -> int | None:
-    """Return len(loader), or None if it has none."""
+    """Return len(loader), or None if the loader has no length."""
     try:
         return len(loader)
     except (TypeError, NotImplementedError):
@@ -286,7 +288,10 @@ def length_of(loader: Any) -> int | None:
 
 
 def require_iterable(loader: Any, name: str, refuses_empty: bool = True) -> None:
-    """Raise DataError if `loader` is not iterable or has length 0; without `refuses_empty`, length 0 is a warning."""
+    """Raise DataError if `loader` is not iterable or has length 0.
+
+    Without `refuses_empty`, length 0 only causes a warning.
+    """
     if not hasattr(loader, "__iter__") or isinstance(loader, (str, bytes, Tensor, type)):
         kind = f"the class {loader.__name__}" if isinstance(loader, type) else type(loader).__name__
         example = correction("trainer.fit(task, dataset)", "trainer.fit(task, DataLoader(dataset, batch_size=32))")

@@ -1,9 +1,10 @@
 """Keyed random numbers: each depends only on where it is drawn, not on earlier draws.
 
 Before a batch is loaded, and before each replica's forward pass, the generators of Python, NumPy and torch are seeded
-from a key: `mix` of seed, epoch and position, or of seed, step and replica. Saving generator states instead does not
-work: workers' states cannot be saved, prefetching consumes random numbers early, and creating an iterator draws from
-the global generator. The keys for weight updates, and for hooks that every rank calls, do not depend on the replica.
+from a key: `mix` of seed, epoch and position, or of seed, step and replica. Saving generator states instead would not
+work, because workers' states cannot be saved, prefetching consumes random numbers early, and creating an iterator draws
+from the global generator. The keys for weight updates, and for hooks that every rank calls, do not depend on the
+replica.
 """
 
 import logging
@@ -38,9 +39,10 @@ _reseed_torch = torch.default_generator.manual_seed
 def seed_everything(seed: int | None = None, workers: bool = False, verbose: bool = True) -> int:
     """Seed Python's, NumPy's and torch's generators (on all devices) and return the seed.
 
-    seed: 0 to 2^32 - 1; None draws one.
-    workers: accepted for compatibility with Lightning; loader workers are always keyed by batch.
-    verbose: log the seed.
+    Args:
+        seed: 0 to 2^32 - 1; None draws one.
+        workers: accepted for compatibility with Lightning; loader workers are always keyed by batch.
+        verbose: whether to log the seed.
 
     Raises ConfigError for an invalid seed.
     """
@@ -78,8 +80,9 @@ def same_states(first: tuple[Any, ...], second: tuple[Any, ...]) -> bool:
 def seed_generators(key: int) -> None:
     """Seed the global generators of Python, NumPy and torch (CPU, and all devices in use) from a key.
 
-    key: 0 to 2^64 - 1. Python and accelerators take all 64 bits. NumPy and torch's CPU generator take 32 bits and are
-    the same Mersenne Twister, so each gets a different hash; two keys collide with probability 2^-32.
+    Args:
+        key: 0 to 2^64 - 1. Python and accelerators take all 64 bits. NumPy and torch's CPU generator take 32 bits and
+            are the same Mersenne Twister, so each gets a different hash. Two keys collide with probability 2^-32.
     """
     _reseed_python(key)
     _python.gauss_next = None  # the second half of a drawn pair, which random.seed also discards
@@ -130,7 +133,7 @@ def keyed_generators(key: int) -> Iterator[Callable[[Callable[[], Any]], Any]]:
 
 
 class KeyedDataset(Dataset[Any]):
-    """Wrapper of a map-style dataset that seeds the generators from seed, epoch and position before fetching a batch.
+    """Wrapper for a map-style dataset that seeds the generators from seed, epoch and position before fetching a batch.
 
     Augmentation and the collate function thus draw the same numbers in any process. Attributes are read from and set on
     the wrapped dataset, so that a `worker_init_fn` that opens a file on the dataset reaches the real one.
@@ -139,8 +142,9 @@ class KeyedDataset(Dataset[Any]):
     def __init__(self, dataset: Any, seed: int | None, calls_set_epoch: bool = False) -> None:
         """Wrap `dataset`.
 
-        seed: None leaves the generators unchanged.
-        calls_set_epoch: call the dataset's `set_epoch`, if it has one, when the epoch changes.
+        Args:
+            seed: None leaves the generators unchanged.
+            calls_set_epoch: whether to call the dataset's `set_epoch`, if it has one, when the epoch changes.
         """
         calls_set_epoch &= callable(getattr(dataset, "set_epoch", None))
         # not by __setattr__, which sets attributes of the wrapped dataset

@@ -5,8 +5,8 @@
     Layout.owned(process)                                               the replicas that a process executes
     DealtBatches                                                        all three, as a batch sampler
 
-Nothing here depends on a rank, builds a list as long as the dataset or imports torch. Any process can take over at any
-position, and planning 10^12 samples on 16,384 processes takes milliseconds.
+Code in this module does not depend on a rank, build a list as long as the dataset, or import torch. Any process can
+take over at any position, and planning 10^12 samples on 16,384 processes takes milliseconds.
 """
 
 from array import array
@@ -123,8 +123,10 @@ def _scramble(words: UInt64Array, key: np.uint64) -> UInt64Array:
 
 @dataclass(frozen=True)
 class Layout:
-    """Assignment of replicas to processes: contiguous blocks, of which the first ones are longer by one if the number
-    of replicas is not divisible by the number of processes."""
+    """Assignment of contiguous blocks of replicas to processes.
+
+    The first blocks are longer by one if the number of replicas is not divisible by the number of processes.
+    """
 
     replicas: int
     processes: int
@@ -221,8 +223,9 @@ class Deal:
     def spans(self, step: int, replicas: range, leaders: Sequence[range] = ()) -> list[BatchSpan]:
         """Return the non-empty batches of a step for some replicas, ordered by replica and then by round.
 
-        leaders: blocks of replicas of other processes. Batches of the block with the most batches are appended until
-        this process has as many.
+        Args:
+            leaders: blocks of replicas of other processes. Batches of the block with the most batches are appended
+                until this process has as many.
         """
         # `span` is inlined, as this runs in every step
         full, samples, last, spans, count = self.batch_size, self.samples, self.rounds - 1, [], self.count
@@ -254,7 +257,7 @@ def without(indices: Sequence[Any], left_out: Collection[int]) -> list[Any]:
 class KeyedIndices(list[Any]):
     """The dataset indices of one batch, with its epoch and first position, the key for random numbers during loading.
 
-    It is a list, so any dataset's `__getitems__` accepts it, and both numbers survive pickling to a worker.
+    The class is a list, so that any dataset's `__getitems__` accepts it. Both numbers survive pickling to a worker.
     """
 
     __slots__ = ("epoch", "position")
@@ -351,7 +354,7 @@ class DealtBatches:
 
 
 class SampledOrder:
-    """An order of the indices that a user's sampler drew for one epoch."""
+    """The order of the indices that a user's sampler drew for one epoch."""
 
     def __init__(self, indices: Iterable[Any]) -> None:
         # an array takes 8 bytes per index, a list of integers 36: a sampler may draw 10^8

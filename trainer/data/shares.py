@@ -1,4 +1,4 @@
-"""Shares: find out whether processes read different shares of the data, by comparing the samples they read."""
+"""Shares: determines whether processes read different shares of the data, by comparing the samples they read."""
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,7 +34,7 @@ Sample = tuple[int | None, ...] | None
 
 
 def hashes_of(content: Any) -> tuple[int, ...]:
-    """Return a hash for each tensor, array, number and text in nested content, in order."""
+    """Return a hash for each tensor, array, number and string in nested content, in order."""
     return tuple(
         int.from_bytes(blake2b(leaf, digest_size=8).digest(), "little", signed=True)
         for leaf in _content_of(content, [])
@@ -133,8 +133,9 @@ def differs(samples: Sequence[Any]) -> bool:
 def are_shares(samples: Mapping[str, list[Sample]], ranks: Ranks, data_rank: int) -> bool:
     """Return whether processes read different data, by comparing a few samples. All ranks must call this.
 
-    samples: by loader name, for combined loaders.
-    data_rank: this rank along the data axis; equal on ranks that work on the same batches.
+    Args:
+        samples: this rank's samples by loader name.
+        data_rank: this process's rank along the data axis, which is equal on ranks that work on the same batches.
 
     Raises DataError if such ranks read different data, or if only some of the loaders are shares.
     """
@@ -175,7 +176,8 @@ def log_share(data: str, loader: Any, ranks: Ranks) -> None:
 def reads_share(loader: Any, ranks: Ranks) -> bool:
     """Return whether a torch DistributedSampler gives this process its own share.
 
-    ranks: the data-parallel ranks.
+    Args:
+        ranks: the data-parallel ranks.
 
     Raises DataError for a sampler made for another rank or number of processes.
     """
@@ -191,7 +193,7 @@ def reads_share(loader: Any, ranks: Ranks) -> bool:
 
 
 def _distributed_samplers(loader: Any) -> "list[DistributedSampler[Any]]":
-    """Return the DistributedSamplers of a loader, except one that Legato replaces with its own order."""
+    """Return the DistributedSamplers of a loader, except any that Legato replaces with its own order."""
     batches: Any = getattr(loader, "batch_sampler", None)
     if is_dealable(loader) and type(batches) is BatchSampler and type(batches.sampler) is DistributedSampler:  # type: ignore[comparison-overlap]
         return []

@@ -52,8 +52,9 @@ class StreamData:
     ) -> None:
         """Wrap a loader.
 
-        ranks: the ranks that compare the first batch of each epoch.
-        count: counts the samples of a batch.
+        Args:
+            ranks: the ranks that compare the first batch of each epoch.
+            count: function that counts the samples in a batch.
         """
         self.loader, self.dealing, self.limit, self.ranks = loader, dealing, limit, ranks
         self.tracked = tracked(loader)
@@ -281,9 +282,10 @@ class OwnShares(StreamData):
     ) -> None:
         """Wrap a loader. All ranks must call this.
 
-        dealing: the run's settings over all processes.
-        ranks: the ranks that read shares.
-        count: counts the samples of a batch.
+        Args:
+            dealing: the run's settings over all processes.
+            ranks: the ranks that read shares.
+            count: function that counts the samples in a batch.
         """
         # a seed per process: two shares of one dataset must not draw the same augmentations
         seed = mix(dealing.seed, dealing.process)

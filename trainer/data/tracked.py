@@ -1,4 +1,4 @@
-"""DataLoaders over streams whose batches carry their number of samples and the dataset's state after them.
+"""DataLoaders over streams. Each batch carries its number of samples and the dataset's state after the batch.
 
 Workers read ahead of training, so only the worker that makes a batch knows the dataset's state after it. The state
 travels with the batch, as in torchdata's StatefulDataLoader.
@@ -18,7 +18,10 @@ from .shares import hashes_of
 
 
 class Delivery(NamedTuple):
-    """A batch with its number of samples and its worker's state; a tuple, so torch can pin and send its tensors."""
+    """A batch with its number of samples and its worker's state.
+
+    It is a tuple, so that torch can pin and send its tensors.
+    """
 
     batch: Any
     samples: int | None
@@ -29,13 +32,14 @@ class Delivery(NamedTuple):
 
 
 class TrackingCollate:
-    """The collate_fn and worker_init_fn of a tracked loader; they call the user's."""
+    """The collate_fn and worker_init_fn of a tracked loader, which call the user's functions."""
 
     def __init__(self, loader: "DataLoader[Any]", key: int | None, starts: Mapping[int, Any]) -> None:
         """Wrap the functions of `loader`.
 
-        key: key of the workers' random numbers, so that a resumed worker can repeat them.
-        starts: the state from which each worker continues; the main process is worker 0.
+        Args:
+            key: key of the workers' random numbers, so that a resumed worker can repeat them.
+            starts: the state from which each worker continues; the main process is worker 0.
         """
         self.collate, self.then, self.dataset = loader.collate_fn, loader.worker_init_fn, loader.dataset
         self.has_items, self.has_state = loader.batch_size is not None, has_state(loader.dataset)
@@ -111,11 +115,12 @@ class TrackedLoader:
     def resume(self, key: int | None, saved: Mapping[str, Any], batch_key: int | None) -> Iterator[Delivery] | None:
         """Return an iterator that continues after the newest batch in `saved`; None if that is not possible.
 
-        batch_key: the key under which the main process read that batch.
+        Args:
+            batch_key: the key under which the main process read that batch.
 
         Workers take turns, always starting with worker 0. Therefore all workers up to the one that made the newest
-        batch start one batch earlier, and these batches are dropped. The newest batch must have the saved hashes: they
-        differ if the dataset keeps samples outside its state, as in a shuffle buffer.
+        batch start one batch earlier, and these batches are dropped. The newest batch must match the saved hashes. It
+        does not match if the dataset keeps samples outside its state, as in a shuffle buffer.
         """
         states = {worker: pair for worker, *pair in saved["states"]}
         newest, batches_open, delivery = saved["newest"], opened_loaders(), None
@@ -150,7 +155,8 @@ def has_state(dataset: Any) -> bool:
 def tracked(loader: Any) -> TrackedLoader | None:
     """Return a TrackedLoader; None if `loader` is not a DataLoader that iterates as torch's does.
 
-    Also None if tracking adds nothing: the number of samples is evident in a batch from torch's collate functions.
+    Also returns None if tracking adds nothing, because a batch from torch's collate functions shows its number of
+    samples.
     """
     if not isinstance(loader, DataLoader) or not iterates_plainly(loader):
         return None

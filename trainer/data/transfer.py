@@ -56,7 +56,9 @@ def to_device(batch: Any, device: torch.device, copies: CopyStream | None = None
     """Return `batch` with every tensor on `device`; tuples, lists, mappings and dataclasses keep their type.
 
     Copies from pinned memory do not block the host. Objects with a `.to(device)` method are moved with it.
-    copies: copies plain tensors on a separate stream.
+
+    Args:
+        copies: copier for plain tensors, which uses a separate stream.
     """
     non_blocking = has_streams(device)
     if copies is not None and device == copies.device:
@@ -67,13 +69,15 @@ def to_device(batch: Any, device: torch.device, copies: CopyStream | None = None
 
 
 def to_host(value: Any) -> Any:
-    """Return `value` with every tensor in host memory, where it takes no device memory and can be sent."""
+    """Return `value` with every tensor moved to host memory, so that it takes no device memory and can be sent."""
     return map_tensors(value, lambda tensor: tensor.cpu(), lambda item: item.to(torch.device("cpu")))
 
 
 def with_allocated_memory(batch: Any) -> Any:
-    """Return `batch` with every tensor aligned as torch allocates it: some CPU kernels sum unaligned data in another
-    order."""
+    """Return `batch` with every tensor aligned as torch allocates it.
+
+    Some CPU kernels sum unaligned data in another order.
+    """
     return map_tensors(batch, lambda t: t if t.is_contiguous() and t.data_ptr() % ALIGNMENT == 0 else t.clone())
 
 

@@ -47,8 +47,12 @@ def run_elastic_workers(
 ) -> T:
     """Call `function` in `processes` new workers, and replace up to `max_restarts` workers that die.
 
-    Returns the result from one of the workers. `timeout`: seconds after which a process that has not joined a new group
-    is killed. Raises ConfigError for several nodes, and the same errors as `launch_workers`.
+    Returns the result of one of the workers.
+
+    Args:
+        timeout: seconds after which a process that has not joined a new group is killed.
+
+    Raises ConfigError for multiple nodes, and the same errors as `launch_workers`.
     """
     if nodes > 1:
         raise ConfigError("elastic=true runs on one machine: leave trainer.num_nodes out.")

@@ -95,7 +95,7 @@ class ElasticMembership(Membership):
         return self.place
 
     def adopt_settings(self) -> None:
-        """Take the replicas and the directory of the run to join."""
+        """Adopt the replicas and the directory of the run that this process joins."""
         trainer = self.trainer
         if self.joins:  # the launcher assigns the directory, as rank 0 no longer broadcasts it
             trainer.replicas, trainer.run_dir = self.replicas, trainer.assigned_dir
@@ -142,7 +142,10 @@ class ElasticMembership(Membership):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool | None:
-        """Suppress errors from a broken group. The next `__enter__` recovers, once no traceback holds its objects."""
+        """Suppress errors from a broken group.
+
+        The next `__enter__` recovers, once no traceback holds the group's objects.
+        """
         if error is None or self.trainer.current_run.loop.remaining == "nothing":
             return False
         if isinstance(error, MembershipChanged) or self._is_broken_by(error):
@@ -160,7 +163,7 @@ class ElasticMembership(Membership):
         return self.broken
 
     def _is_broken_by(self, error: BaseException) -> bool:
-        """Return whether a broken connection caused an error, and there is a newer generation in which to continue."""
+        """Return whether a broken connection caused an error, and a newer generation exists in which to continue."""
         if not is_communication(error):
             return False
         # usually the launcher has detected the death by now; otherwise connections may break without a death

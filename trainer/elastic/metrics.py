@@ -60,7 +60,7 @@ class SharedMetrics(Metrics):
         self.exchanges = 0
 
     def open(self, stage: str, fresh: bool = True, loaders: int = 1) -> None:
-        """Start logging into `stage`; `fresh` drops its values."""
+        """Start logging into `stage`. With `fresh`, drop its earlier values."""
         super().open(stage, fresh, loaders)
         if fresh and stage == "train":
             self.unshared = []
@@ -78,7 +78,7 @@ class SharedMetrics(Metrics):
     def flush(self) -> None:
         """Read all pending values. Training values wait for the next exchange.
 
-        Otherwise an interrupted step would count twice, since it is repeated.
+        If they did not wait, an interrupted step, which is repeated, would count twice.
         """
         if self.stage == "train":
             self.unshared += self.read_pending()
@@ -101,7 +101,7 @@ class SharedMetrics(Metrics):
 
         All ranks must call this.
 
-        So no values from a finished step are lost if a rank dies. Values logged later in the step are sent with the
+        Thus, no values from a finished step are lost if a rank dies. Values logged later in the step are sent with the
         next step or logging point.
         """
         self._share((), names=True)
@@ -111,9 +111,12 @@ class SharedMetrics(Metrics):
         self._share(())
 
     def _share(self, extra: Sequence[float], names: bool = False) -> list[float]:
-        """Exchange values; return the maximum over ranks of each number in `extra`. An error changes nothing.
+        """Exchange values. Return the maximum over ranks of each number in `extra`.
 
-        names: whether to compare the names that ranks logged in the newest step.
+        If this fails, no values have changed.
+
+        Args:
+            names: whether to compare the names that ranks logged in the newest step.
         """
         if self.stage == "train":
             self.flush()

@@ -94,10 +94,13 @@ def shared_metrics(run: "Run") -> SharedMetrics:
 def transfer_state(
     run: "Run", place: Place, snapshot: MetricSnapshot, consistent: bool, open_outputs: "Callable[[Run], None] | None"
 ) -> None:
-    """Take over the newest state among the members. Every member of the new group calls it.
+    """Take over the newest state among the members. All members of the new group must call this.
 
-    `consistent`: see MemberState. `open_outputs`: opens the loggers in a process that becomes the writer. An error
-    before the last collective leaves this process unchanged.
+    Args:
+        consistent: see MemberState.
+        open_outputs: opens the loggers in a process that becomes the writer.
+
+    An error before the last collective leaves this process unchanged.
     """
     trainer, strategy, metrics = run.trainer, run.strategy, run.metrics
     validating = run.loop.doing != "train"
@@ -166,7 +169,10 @@ def _continue_at(run: "Run", place: Place, newest: MemberState) -> None:
 
 
 def repeat_after_step(run: "Run") -> None:
-    """Repeat the logging after a step, since the broken connection may have interrupted it. Every member calls it."""
+    """Repeat the logging after a step, since the broken connection may have interrupted it.
+
+    All members must call this.
+    """
     trainer, state = run.trainer, run.state
     if state.global_step and state.global_step % trainer.log_every_n_steps == 0:
         trainer.log_step()

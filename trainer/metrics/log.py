@@ -110,7 +110,7 @@ class Metrics:
 
     # --- writing: the hot path --------------------------------------------------------------------------------------
     def open(self, stage: str, fresh: bool = True, loaders: int = 1) -> None:
-        """Start logging into `stage`; `fresh` drops its values."""
+        """Start logging into `stage`. With `fresh`, drop its earlier values."""
         if self.pending:
             self.flush()
         self.stage, self.in_step = stage, False
@@ -338,7 +338,8 @@ class Metrics:
     def running_values(self) -> dict[str, float]:
         """Return the progress bar's means over the training epoch so far, read from the device.
 
-        Empty with several processes, where each has only its own values: the bar then shows the newest logging point.
+        Empty with multiple processes, because each has only its own values. The bar then shows the newest logging
+        point.
         """
         if self.stage != "train" or self.series is None or self.processes > 1:
             return {}
@@ -353,7 +354,7 @@ class Metrics:
     def log_point(self, checks_losses: bool, extra: Sequence[float]) -> tuple[Reduced, list[float]]:
         """Return the newest step's values over all replicas, and the maximum over ranks of each number in `extra`.
 
-        Both take one collective, which with `checks_losses` also does the work of `check_losses`.
+        One collective gathers both. With `checks_losses`, this collective also does the work of `check_losses`.
         """
         # negated, since the exchange takes maxima but the first bad step is a minimum
         extra = [-self._first_bad_loss() if checks_losses else -NEVER, *extra]
@@ -429,8 +430,9 @@ class Metrics:
     ) -> tuple[dict[Series, Sums], list[float]]:
         """Return each series with its sums over all replicas, and the maximum over ranks of each number in `extra`.
 
-        local: this rank's series with the sums of its replicas. Series that only other ranks have are created here.
-        absent: whether this rank had no batch, so that it may have logged fewer names.
+        Args:
+            local: this rank's series with the sums of its replicas. Series that only other ranks have are created here.
+            absent: whether this rank had no batch, so that it may have logged fewer names.
 
         Raises DisagreementError, with ranks and names, if ranks that had batches logged different names.
         """
@@ -454,7 +456,7 @@ class Metrics:
         return local | gathered, [max(column) for column in zip(*extras, strict=True)][1:]
 
     def _require_equal(self, series: Series, values: list[float]) -> None:
-        """Raise DisagreementError if ranks logged different values of a sum that counts once."""
+        """Raise DisagreementError if ranks logged different values for a sum that counts once."""
         if series.kind == ONCE and len(set(map(str, values))) > 1:  # as strings, in which NaN equals NaN
             raise DisagreementError(
                 f"log({series.name!r}, reduce_fx='sum') was called in a hook of {self.describe_place()} with "
@@ -465,7 +467,10 @@ class Metrics:
     def compare(self, logged: list[list[int]], absent: list[bool]) -> None:
         """Raise DisagreementError unless all ranks logged the same series in the same order.
 
-        Absent ranks may have logged only some of them. `logged`: the numbers of each rank's series.
+        Absent ranks may have logged only some of the series.
+
+        Args:
+            logged: the numbers of each rank's series.
         """
         descriptions = self.exchange.descriptions
         names = [list(dict.fromkeys(descriptions[number][0] for number in numbers)) for numbers in logged]
@@ -485,7 +490,7 @@ class Metrics:
         )
 
     def find_series(self, among: dict[str, Series], description: Sequence[Any]) -> Series:
-        """Return the series with a description; create an empty one if there is none."""
+        """Return the series with this description; if there is none, create an empty one."""
         key = key_of(description[0], description[-1])
         if key not in among:
             among[key] = series = Series(*description)
@@ -520,7 +525,7 @@ class Metrics:
         self.open("train")
 
     def join(self, collectives: Ranks, replicas: range) -> None:
-        """From now on, reduce values with the other ranks. `replicas`: the replicas of this process."""
+        """Reduce subsequent values with the other ranks, given the replicas of this process."""
         self.collectives = collectives
         self.set_layout(collectives.size, replicas)
 

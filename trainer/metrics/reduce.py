@@ -104,7 +104,7 @@ def to_floats(values: Sequence[Any]) -> list[float]:
 
 
 def read_kind(reduce_fx: str | Callable[..., Any], name: str) -> str:
-    """Return the member of KINDS for `reduce_fx`: a string, or the torch or Python function of that name."""
+    """Return the member of KINDS for `reduce_fx`, which is a string, or the torch or Python function of that name."""
     kind = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "")
     kind = {"avg": "mean", "amin": "min", "amax": "max"}.get(kind.lower(), kind.lower())
     if kind not in KINDS:
@@ -172,7 +172,8 @@ def by_loader(
 ) -> list[dict[str, float]]:
     """Split an evaluation's metrics into one dict per loader. Metrics without a loader are in all of them.
 
-    owners: the loaders that logged each name without their index.
+    Args:
+        owners: the loaders that logged each name without their index.
     """
     marks = [f"{LOADER_MARK}{index}" for index in range(loaders)]
     dicts: list[dict[str, float]] = [{} for _ in marks]
@@ -196,7 +197,7 @@ Row = tuple[Series, int, float, float, int]
 
 
 class Exchange:
-    """Gathers rows of all ranks in one all_gather, where each series is represented by a number.
+    """Gathers rows of all ranks in one all_gather, in which a number represents each series.
 
     For a new series, or more rows than fit, the ranks first exchange descriptions by pickle. All ranks must call this.
     """
@@ -214,7 +215,10 @@ class Exchange:
     def gather(
         self, rows: Sequence[Row], extra: Sequence[float]
     ) -> tuple[list[list[tuple[int, int, float, float, int]]], list[list[float]]]:
-        """Return every rank's rows, with agreed series numbers, and every rank's `extra`, of equal length on all."""
+        """Return every rank's rows, with agreed series numbers, and every rank's `extra`.
+
+        The length of `extra` must be equal on all ranks.
+        """
         start = _HEADER + len(extra)
         while True:
             numbers = [self.numbers.get(row[0].description, -1) for row in rows]

@@ -41,7 +41,7 @@ def gather_state(state: Tensor, group: Any = None) -> list[Tensor]:
     """Return every rank's `state`, in rank order, for a metric's `compute()` in a hook. All ranks must call this.
 
     For a list state without an update, torchmetrics sends an empty float vector, and gloo aborts the process if other
-    ranks hold matrices or integers. So states are sent as objects, and empty ones are omitted.
+    ranks hold matrices or integers. Therefore, states are sent as objects, and empty states are omitted.
     """
     ranks = Ranks(dist.get_rank(group), dist.get_world_size(group), group)
     states = ranks.gather_objects(state.detach().cpu())
@@ -54,8 +54,9 @@ class MetricStates:
     def __init__(self, task: nn.Module, replicas: Iterable[int], by_replica: bool) -> None:
         """Collect the metrics in `task`.
 
-        replicas: the replicas of this process.
-        by_replica: keep separate states per replica even if they could be merged early.
+        Args:
+            replicas: the replicas of this process.
+            by_replica: whether to keep separate states per replica even if they could be merged early.
         """
         self.task, self.replicas, self.by_replica = task, list(replicas), by_replica
         self.by_path: dict[str, Any] = {}
@@ -114,7 +115,10 @@ class MetricStates:
                     set_synced(metric, metric.sync_on_compute)
 
     def save(self) -> None:
-        """Store the states that the metrics hold; of merged states, only what a hook has reset or updated since."""
+        """Store the states that the metrics hold.
+
+        Merged states are stored only if a hook has since reset or updated them.
+        """
         for path, metric in self.with_states.items():
             count = self.merged.get(path)
             if count is None:
@@ -260,8 +264,9 @@ def merged_in_order(metric: Any, by_replica: Mapping[int, States]) -> States:
 def merged_state(reduction: Any, values: list[Any], counts: list[int]) -> Any:
     """Return one state merged from `values`, in order.
 
-    counts: the number of updates of each. A state without an update counts in sums only, since it may hold no valid
-    number.
+    Args:
+        counts: the number of updates of each state. A state without an update counts in sums only, since it may hold no
+            valid number.
     """
     if isinstance(values[0], list):
         return [tensor for value in values for tensor in value]

@@ -4,8 +4,8 @@ The gradient of a step is the mean over its batches, weighted by their samples o
 
     {"loss": loss, "weight": tokens}       sum(tokens * gradient of loss) / sum(tokens)
 
-The weights of later batches and of other ranks are unknown before backward. So each loss is multiplied by its weight,
-and the gradients are divided by the sum of all weights once they are reduced.
+The weights of later batches and of other ranks are unknown before backward. Therefore, each loss is multiplied by its
+weight, and the reduced gradients are divided by the sum of all weights.
 """
 
 import math
@@ -68,7 +68,8 @@ class BatchWeights:
     def divide_gradients(self, step: StepInput) -> Tensor | float:
         """Divide the step's gradients by the sum of its batches' weights. All ranks must call this.
 
-        Returns the divisor, 1.0 without weights. Raises TaskError, on all ranks, if only some batches have a weight.
+        Returns the divisor, which is 1.0 without weights. Raises TaskError, on all ranks, if only some batches have a
+        weight.
         """
         ranks = self.strategy.data_ranks
         if self.used is False:
@@ -103,7 +104,10 @@ class BatchWeights:
         return self.state.weight_scale or FIRST_SCALE
 
     def _settle(self, weight_of_sample: float) -> None:
-        """Record that batches have weights, and their magnitude. Raises TaskError for invalid weights."""
+        """Record that batches have weights, and the magnitude of these weights.
+
+        Raises TaskError for invalid weights.
+        """
         if not 0.0 <= weight_of_sample < math.inf:
             raise TaskError(f"The weights returned by training_step sum to {weight_of_sample}; {EXPECTED_WEIGHT}.")
         self.used = True

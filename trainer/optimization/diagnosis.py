@@ -121,7 +121,7 @@ def diagnose_forward(trainer: "Trainer") -> list[str]:
 def first_bad_module(trainer: "Trainer", item: ReplicaBatch, batch: Any) -> tuple[str, nn.Module, bool] | None:
     """Rerun training_step on a batch. Return the first module with a NaN output, or else with an infinite output.
 
-    The bool is whether that module's input was finite.
+    The bool says whether that module's input was finite.
     """
     run = trainer.current_run
     by_kind: dict[bool, tuple[str, nn.Module, bool]] = {}

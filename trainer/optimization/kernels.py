@@ -30,8 +30,11 @@ def numerics(
 ) -> dict[str, Any]:
     """Return every setting that affects the last bits of a result, except the order of additions.
 
-    Bits were seen to change with the number of threads, the instruction set, and `fused` instead of `foreach`
-    optimizers. `options`: the value of trainer.compile.
+    Bits have been observed to change with the number of threads, the instruction set, and the choice of `fused` or
+    `foreach` optimizers.
+
+    Args:
+        options: the value of trainer.compile.
     """
     return {
         **versions(),
@@ -172,7 +175,7 @@ def recompute(task: nn.Module, names: str | Sequence[str]) -> list[tuple[nn.Modu
 
     After Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost" (https://arxiv.org/abs/1604.06174), with
     torch.utils.checkpoint. Random numbers are replayed, and only the first forward pass updates buffers (batch norm),
-    so the result is bitwise identical. Returns the argument with which `restore_classes` undoes it.
+    so the result is bitwise identical. Returns the argument for `restore_classes`, which undoes this.
 
     Raises ConfigError for a class without a module.
     """
@@ -193,7 +196,7 @@ def _recomputing(kind: type[nn.Module]) -> Callable[..., Any]:
 
 @contextmanager
 def _on_copies_of_buffers(block: nn.Module) -> Iterator[None]:
-    """Replace a block's buffers by copies, which are dropped on exit."""
+    """Replace a block's buffers with copies, which are dropped on exit."""
     buffers = [(module, *item) for module in block.modules() for item in module.named_buffers(recurse=False)]
     try:
         for module, name, buffer in buffers:

@@ -30,7 +30,7 @@ def require_sendable(task: nn.Module) -> None:
 
 
 def require_dense_gradients(task: nn.Module, reasons: Sequence[str]) -> None:
-    """Raise ConfigError for modules with sparse gradients if any config settings (`reasons`) exclude these."""
+    """Raise ConfigError for modules with sparse gradients if any config settings (`reasons`) rule these out."""
     names = [
         name
         for name, module in task.named_modules()

@@ -50,7 +50,7 @@ class SkipGuard:
         self.before = [buffer.detach().clone() for buffer in self.buffers]
 
     def drops_step(self) -> bool:
-        """Return whether to skip the update, once the step's gradient is complete.
+        """Return whether to skip the update. The step's gradient must be complete.
 
         Raises NonFiniteError after too many skipped steps in a row.
         """

@@ -97,7 +97,10 @@ class Optimization:
             self.loss_inputs = [optimizer_parameters(optimizer) for optimizer in self.optimizers]
 
     def _find_draws(self) -> tuple[bool, bool, bool]:
-        """Return whether updates, hooks before updates, and hooks before steps may draw, which requires seeding."""
+        """Return whether updates, hooks before updates, and hooks before steps may draw random numbers.
+
+        If so, they must be seeded.
+        """
         if self.trainer.reproducible == "off":
             return False, False, False
         clips, hooks = overrides(self.task, Task, "configure_gradient_clipping"), self.hooks.may_draw
@@ -117,7 +120,7 @@ class Optimization:
         return self.state.replicas > 1 or self.strategy.cuts_batches
 
     def take_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        """Replace the optimizers by others with the same parameters."""
+        """Replace the optimizers with others that have the same parameters."""
         self.optimizers[:] = optimizers
         self.manual_optimizers[:] = [ManualOptimizer(optimizer, self) for optimizer in optimizers]
 
@@ -340,7 +343,8 @@ class Optimization:
     def step_schedulers(self, interval: str, count: int, plateau: bool) -> None:
         """Step the learning rate schedulers that are due after `count` intervals ("step" or "epoch").
 
-        plateau: step the schedulers that take a metric; otherwise, step the others.
+        Args:
+            plateau: whether to step the schedulers that take a metric, or the other schedulers.
         """
         if not self.automatic:
             return
@@ -353,7 +357,10 @@ class Optimization:
                     self.task.lr_scheduler_step(config.scheduler, metric)
 
     def publish_newest(self) -> None:
-        """Update `agreed_metrics`, which may be log_every_n_steps old, to the newest step. All ranks must call this."""
+        """Update `agreed_metrics`, which may be up to log_every_n_steps steps old, to the newest step.
+
+        All ranks must call this.
+        """
         self.trainer.agreed_metrics.update(self.metrics.newest_values().tensors())
 
     def _monitored(self, config: SchedulerConfig) -> Any:
@@ -426,7 +433,7 @@ class Optimization:
         return returned
 
     def _averaged(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Return a closure with gradients and loss averaged over ranks, so that all of them decide alike."""
+        """Return a closure with gradients and loss averaged over ranks, so that all ranks make the same decisions."""
         ranks = self.strategy.data_ranks
 
         def evaluate() -> Any:
@@ -441,7 +448,7 @@ class Optimization:
     def update_scale(self) -> None:
         """Update the loss scale, once all optimizers have used the scaled gradients.
 
-        It is called before the first backward after a step, and at the end of training_step.
+        It is called before the first backward pass after a step, and at the end of training_step.
         """
         self.stepped.clear()
         self.strategy.precision.update()
@@ -485,7 +492,7 @@ class ManualOptimizer:
     """
 
     def __new__(cls, optimizer: Optimizer, optimization: Any = None) -> Any:
-        """Create an object of a class that also derives from the optimizer's."""
+        """Create an object of a class that also derives from the optimizer's class."""
         # torch's schedulers only accept an instance of Optimizer
         return super().__new__(wrapper_class(cls, type(optimizer)))  # type: ignore[arg-type]  # classes are hashable
 
@@ -494,7 +501,7 @@ class ManualOptimizer:
         self._optimization = optimization
 
     def step(self, closure: Any = None, **options: Any) -> Any:
-        """Step the optimizer, passing it the options, and return its result."""
+        """Step the optimizer with the options, and return the result."""
         return self._optimization.manual_step(self.optimizer, closure, **options)
 
     def zero_grad(self, *arguments: Any, **options: Any) -> None:

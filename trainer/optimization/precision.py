@@ -108,7 +108,7 @@ class Precision:
             self._used = False
 
     def _has_gradient(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether there is any gradient to unscale; the scaler fails without one."""
+        """Return whether there is any gradient to unscale; without a gradient, the scaler fails."""
         gradients = (parameter.grad for group in optimizer.param_groups for parameter in group["params"])
         gradient = next((gradient for gradient in gradients if gradient is not None), None)
         self._used |= gradient is not None
@@ -117,7 +117,7 @@ class Precision:
         return gradient is not None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the scaler's state as plain numbers; empty without one."""
+        """Return the scaler's state as plain numbers; empty if there is no scaler."""
         return {} if self.scaler is None else self.scaler.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -53,10 +53,13 @@ class Agreement:
         self._round_met_at = self._met_at
 
     def agree(self, step: int, wants_stop: bool, signal: int = 0) -> None:
-        """Agree after `step`; every rank calls this after the same step.
+        """Agree after `step`. All ranks must call this after the same step.
 
-        `wants_stop`: whether this rank asks to stop. `signal`: the signal that this rank has received. After a signal,
-        the ranks agree again immediately.
+        Args:
+            wants_stop: whether this rank asks to stop.
+            signal: the signal that this rank has received.
+
+        After a signal, the ranks agree again immediately.
         """
         self.apply(step, self._highest(*self.contribution(step, wants_stop, signal)))
 
@@ -147,7 +150,11 @@ class GarbageCollector:
         self.has_frozen = False
 
     def collect(self, elapsed: float) -> None:
-        """Collect garbage if it is time to. `elapsed`: elapsed time of the run in seconds, equal on every rank."""
+        """Collect garbage if enough time has passed.
+
+        Args:
+            elapsed: elapsed time of the run in seconds, equal on every rank.
+        """
         # It depends only on `elapsed`, so that a rank which joins later pauses with the others. The first
         # one is delayed: short runs would pay for it, and it would freeze tensors of a notebook's previous run that are
         # not garbage yet.
@@ -162,6 +169,6 @@ class GarbageCollector:
             self.has_frozen = True
 
     def close(self) -> None:
-        """Return all garbage collection to Python."""
+        """Let Python control garbage collection again."""
         if self.has_frozen:
             gc.unfreeze()

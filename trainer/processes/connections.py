@@ -19,7 +19,8 @@ _noted: dict[int, Ends] = {}
 def noting(*, more: bool = False) -> Iterator[None]:
     """Note the connections that are opened in this context; none if the system does not list a process's files.
 
-    `more`: keep the connections noted before, for a group made within the default group; otherwise forget them.
+    Args:
+        more: whether to keep the connections noted before, for a group made within the default group, or forget them.
     """
     before = _connected()
     yield
@@ -31,7 +32,9 @@ def noting(*, more: bool = False) -> Iterator[None]:
 def shut_down(*, keep_port: int | None = None) -> None:
     """Shut down all noted connections, so that all peers learn at once that this process has left its groups.
 
-    `keep_port`: port of a store, whose connections stay open: a peer may have opened one while a group was made.
+    Args:
+        keep_port: port of a store. Its connections stay open, because a peer may have opened one while a group was
+            made.
     """
     now = _connected()
     for number, ends in _noted.items():
@@ -43,7 +46,7 @@ def shut_down(*, keep_port: int | None = None) -> None:
 
 
 def _connected() -> dict[int, Ends]:
-    """Return the ends of this process's TCP connections by file number."""
+    """Return the two addresses of each of this process's TCP connections, by file descriptor."""
     connections: dict[int, Ends] = {}
     try:
         numbers = [int(name) for name in os.listdir("/proc/self/fd")]
@@ -59,7 +62,10 @@ def _connected() -> dict[int, Ends]:
 
 @contextmanager
 def _borrowed(number: int) -> Iterator[socket.socket]:
-    """Yield an open socket without taking ownership: it stays open. Raises OSError if the file is not a socket."""
+    """Yield an open socket without taking ownership, so that it stays open.
+
+    Raises OSError if the file is not a socket.
+    """
     limit = socket.getdefaulttimeout()
     socket.setdefaulttimeout(None)  # the script's timeout would make the socket non-blocking, for its owner too
     try:

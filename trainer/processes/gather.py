@@ -16,7 +16,11 @@ from .ranks import Ranks
 
 
 def gather(strategy: Any, run: Any, data: Any, group: Any, sync_grads: bool) -> Any:
-    """Return `data` with every tensor gathered; see `Task.all_gather`. `run`: the newest run, or None."""
+    """Return `data` with every tensor gathered; see `Task.all_gather`.
+
+    Args:
+        run: the newest run, or None.
+    """
     ranks = _ranks_of(strategy, group)
     if run is not None:
         _refuse_in_step(run, ranks.size, sync_grads)
@@ -126,7 +130,7 @@ def _describe(tensor: Tensor, with_gradient: bool) -> str:
 
 # --- exchange ---------------------------------------------------------------------------------------------------------
 def _exchange(tensor: Tensor, shapes: list[tuple[int, ...]], ranks: Ranks) -> list[Tensor]:
-    """Return the tensors of all ranks; `shapes`: their shapes."""
+    """Return the tensors of all ranks, given their shapes."""
     sizes = [torch.Size(shape).numel() * tensor.element_size() for shape in shapes]
     # as bytes, because gloo lacks some dtypes, and padded to the longest, because gloo aborts if sizes differ
     row = torch.zeros(max(sizes), dtype=torch.uint8, device=tensor.device)
@@ -141,7 +145,7 @@ _channels: dict[Any, Any] = {}
 
 
 def _channel(strategy: Any, group: Any) -> Any:
-    """Return the process group for gradients of gathers; every rank calls this."""
+    """Return the process group for gradients of gathers. All ranks must call this."""
     if group is not None:
         return group
     if strategy.data_ranks is not strategy.collectives:  # a mesh, whose data axis is a subgroup of the world

@@ -59,7 +59,10 @@ Position = dict[str, Any]
 
 
 class Board:
-    """Notes of the ranks in their store. All methods raise RuntimeError if the store is gone or does not answer."""
+    """Notes that the ranks write to their store.
+
+    All methods raise RuntimeError if the store is gone or does not answer.
+    """
 
     def __init__(self, store: Any, rank: int, size: int) -> None:
         self.store, self.rank, self.size = store, rank, size
@@ -126,7 +129,12 @@ class Watchdog:
     """Watches this process's progress through a run from a thread, which starts before the rendezvous."""
 
     def __init__(self, trainer: "Trainer", loop: Any, metrics: Any) -> None:
-        """`loop`: has this process's stage (`doing`) and newest step; `metrics`: has the batches of each stage."""
+        """Prepare to watch a run.
+
+        Args:
+            loop: object with this process's stage (`doing`) and newest step.
+            metrics: object with the batches of each stage.
+        """
         self.trainer, self.loop, self.metrics = trainer, loop, metrics
         self.place = Place()
         """Place of this process, set before the rendezvous and again for each process group."""
@@ -285,7 +293,8 @@ class Watchdog:
     def require_same_end(self, length: str) -> None:
         """Wait until every rank is at the end of its stream; raise DisagreementError if a rank is not.
 
-        `length`: length of this rank's stream, which must be equal on all ranks.
+        Args:
+            length: length of this rank's stream, which must be equal on all ranks.
         """
         lengths, waiting = self._wait_for_all("end of stream", length)
         if waiting or any(rank_length != length for rank_length in lengths):
@@ -320,7 +329,7 @@ class Watchdog:
             time.sleep(0.01)
 
     def explain(self, error: BaseException) -> BaseException:
-        """Return the error to raise in place of `error`: it adds each rank's position or the first failure."""
+        """Return the error to raise in place of `error`, with each rank's position or the first failure added."""
         if self.place.world_size == 1:
             return error
         with suppress(RuntimeError):  # the store is gone
@@ -353,7 +362,10 @@ class Watchdog:
 
     # --- messages ---------------------------------------------------------------------------------------------------
     def _position(self, stalled: float, writes_stacks: bool = False) -> Position:
-        """Return this rank's position; `writes_stacks`: also write its stacks, with its loader workers', to a file."""
+        """Return this rank's position.
+
+        With `writes_stacks`, also write its stacks and its loader workers' to a file.
+        """
         stack = self.failed_stack or stack_of(self.watched)
         where, waits = describe_stack(stack, alone=self.place.world_size == 1)
         at = self._describe_progress(stack)
@@ -368,7 +380,7 @@ class Watchdog:
         return position | {"idle": step is not None and not step.batches, "step": self.trainer.state.global_step}
 
     def _describe_progress(self, stack: list[Frame]) -> str:
-        """Describe the step or batch in which this process is; `stack`: its stack."""
+        """Describe the step or batch that this process is in, given its `stack`."""
         state, doing = self.trainer.state, self.loop.doing
         if not self.begun:
             return "start-up"

@@ -55,7 +55,7 @@ START_METHOD = "forkserver" if sys.platform == "linux" else "spawn"
 
 
 def warm_up(more: Sequence[str] = ()) -> None:
-    """Start the fork server and return at once; it imports torch and `more` modules while the caller works."""
+    """Start the fork server and return at once. The server imports torch and `more` modules while the caller works."""
     if START_METHOD == "forkserver":
         forkserver.set_forkserver_preload([*PRELOAD, *more])
         with _without_main():
@@ -63,9 +63,9 @@ def warm_up(more: Sequence[str] = ()) -> None:
 
 
 def warm_up_for(strategy: str, arguments: Mapping[str, Any]) -> None:
-    """Start the fork server for a run with this strategy and these arguments of the Trainer.
+    """Start the fork server for a run with this strategy and these Trainer arguments.
 
-    It also imports torch's compiler if every worker would do so, which takes as long as the import of torch.
+    It also imports torch's compiler if every worker would do so, which takes as long as importing torch.
     """
     compiles = any(arguments[name] for name in ("compile", "deterministic", "activation_checkpointing"))
     is_eager = strategy in ("auto", "ddp") and arguments["reproducible"] != "bitwise" and not compiles
@@ -85,7 +85,7 @@ def launch_workers(
 
     A worker calls `enter(attempt, rank)` before it unpickles `function`. `make_group` makes a group that survives the
     failure of a worker. A worker that does not answer SIGTERM or SIGHUP within `signals.GRACE` seconds ends itself or
-    is killed; a second Ctrl-C ends all workers at once. All workers have ended on return.
+    is killed; a second Ctrl-C ends all workers at once. All workers have exited when this function returns.
 
     Raises the exception of the first worker that failed, caused by a WorkerError with its traceback, or only that
     WorkerError if the exception cannot be unpickled. Raises SystemExit(75) if the workers asked to be resumed, and
@@ -367,7 +367,7 @@ class WorkerGroup:
 
 
 class _Streams:
-    """Standard output and error of the caller, from which those of the fork server may differ."""
+    """The caller's standard output and error, which may differ from those of the fork server."""
 
     def __getstate__(self) -> dict[str, Any]:
         copies = {}
@@ -498,7 +498,8 @@ def run_workers(
 
     Each process has `threads` intra-op threads (None: OMP_NUM_THREADS, or its share of the cores; at most the caller's
     number). After a failure, all processes are stopped and, up to `max_restarts` times, restarted. With `nodes` > 1,
-    every node makes the same call, with NODE_RANK, MASTER_ADDR and MASTER_PORT set. Errors: see `launch_workers`.
+    every node makes the same call, with NODE_RANK, MASTER_ADDR and MASTER_PORT set. Raises the same errors as
+    `launch_workers`.
     """
     if processes < 1:
         raise ConfigError(f"The number of processes must be at least 1, got {processes}.")
@@ -525,7 +526,7 @@ def run_workers(
 
 
 def find_node(nodes: int) -> tuple[int, str, int]:
-    """Return the rank of this machine among `nodes`, and host and port of their store (0: any port).
+    """Return the rank of this machine among `nodes`, and the host and port of their store (0: any port).
 
     Raises ConfigError if the environment variables are missing.
     """

@@ -19,7 +19,7 @@ ProcessEntry = tuple[int, int, str, str]
 
 
 def located(place: Place) -> Place:
-    """Add node and local rank, from all ranks' host names, to a place in the script's group; every rank calls this.
+    """Add node and local rank, from all ranks' host names, to a place in the script's group. All ranks must call this.
 
     A local rank from LOCAL_RANK, 0 or more, is kept. A place of any other origin is returned unchanged.
     """
@@ -60,10 +60,11 @@ def check_place(trainer: TrainerArguments, count: Callable[[], int], place: Plac
 
 
 def report_layout(place: Place, device: torch.device, ranks: Ranks, meeting: str) -> None:
-    """Print the layout of the ranks and the address of their rendezvous on rank 0; every rank calls this.
+    """Print the layout of the ranks and the address of their rendezvous on rank 0. All ranks must call this.
 
-    `meeting`: the address; empty for an existing group, a single process, or an elastic run, which logs its
-    generations.
+    Args:
+        meeting: the address; empty for an existing group, a single process, or an elastic run, which logs its
+            generations.
     """
     if not meeting:
         return
@@ -84,8 +85,9 @@ def entry_of(place: Place, device: torch.device) -> ProcessEntry:
 def describe_layout(entries: Sequence[ProcessEntry], origin: str, meeting: str) -> str:
     """Return the layout as text: a line for the run and a line for each node.
 
-    `origin`: see Place. It is left out for a single process without a launcher, because `legato check` starts a process
-    that the run does not need.
+    Args:
+        origin: see Place. It is left out for a single process without a launcher, because `legato check` starts a
+            process that the run does not need.
     """
     nodes: dict[tuple[int, str], list[ProcessEntry]] = {}
     for entry in entries:

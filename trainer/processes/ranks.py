@@ -1,4 +1,7 @@
-"""Ranks: the processes of a group, their collectives, which all ranks call in the same order, and the timeouts."""
+"""Ranks: the processes of a group, their collectives and the timeouts.
+
+All ranks must call collectives in the same order.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,7 +29,11 @@ class Ranks:
     """The ranks of a group; without arguments, a single process that sends nothing."""
 
     def __init__(self, rank: int = 0, size: int = 1, group: dist.ProcessGroup | None = None) -> None:
-        """`group`: None means the default process group, which need not exist for a single rank."""
+        """Use a process group.
+
+        Args:
+            group: the process group; None selects the default process group, which need not exist for a single rank.
+        """
         self.rank, self.size, self.group = rank, size, group
 
     def move(self, rank: int, size: int) -> None:
@@ -39,7 +46,7 @@ class Ranks:
         self.all_reduce(torch.zeros(1), "sum")
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
-        """Return the `value` of the rank `source` on every rank; anything that pickles."""
+        """Return rank `source`'s `value`, which must be picklable, on every rank."""
         if self.size == 1:
             return value
         values = [value]
@@ -62,7 +69,7 @@ class Ranks:
         return value  # type: ignore[no-any-return]
 
     def broadcast_tensors(self, tensors: Iterable[Tensor], source: int = 0) -> None:
-        """Overwrite the tensors of every rank with those of the rank `source`, in pieces of about PIECE bytes."""
+        """Overwrite the tensors of every rank with those of rank `source`, in pieces of about PIECE bytes."""
         if self.size == 1:
             return
         by_device: dict[torch.device, list[Tensor]] = {}
@@ -93,7 +100,7 @@ class Ranks:
         return torch.stack(gathered)
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Return every rank's `value`, in rank order; anything that pickles."""
+        """Return every rank's `value`, which must be picklable, in rank order."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
@@ -121,11 +128,13 @@ _groups: dict[Any, Any] = {}
 
 
 def legatos_group(limit: timedelta | None = None) -> Any:
-    """Return the process group of Legato's collectives, with all ranks; every rank calls this.
+    """Return the process group of Legato's collectives, with all ranks. All ranks must call this.
 
     Only the script uses the default group, so an extra collective call that one rank makes there never pairs with one
     of Legato's collectives. The group also serves host tensors, unlike a group of `init_process_group("nccl")`.
-    `limit`: timeout of its collectives.
+
+    Args:
+        limit: timeout of the group's collectives.
     """
     world = dist.group.WORLD
     # a new default group has new ranks; the groups of an earlier run are closed with their last reference

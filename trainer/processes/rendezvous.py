@@ -59,7 +59,7 @@ def find_store(place: Place, timeout: timedelta, init_method: str | None = None)
     """Return the address of the rendezvous, and an empty store there that all ranks of `place` have joined.
 
     Raises ConfigError if the address is in use or unknown, if nothing answers within `timeout`, or if ranks are missing
-    or duplicate, with their numbers.
+    or duplicate. The error then names these ranks.
     """
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
@@ -104,8 +104,12 @@ def keep_to_loopback() -> None:
 def tell_failure(text: str, by_user: bool) -> None:
     """Tell a launcher's other ranks that this process failed before the rendezvous, where they would wait for minutes.
 
-    `by_user`: the ranks raise ConfigError, otherwise WorkerError. Does nothing under torchrun, which ends the ranks, or
-    after a rendezvous. Raises ConfigError if there is no store within LEAVE_SECONDS.
+    Args:
+        by_user: if True, the ranks raise ConfigError; otherwise, they raise WorkerError.
+
+    Does nothing under torchrun, which ends the ranks, or after a rendezvous.
+
+    Raises ConfigError if there is no store within LEAVE_SECONDS.
     """
     place = find_place()
     if _met or place is None or place.world_size == 1 or place.origin not in ("slurm", "mpi", "environment"):
@@ -130,7 +134,7 @@ def _leave_failed(store: "Store", rank: int, world_size: int) -> None:
 
 @contextmanager
 def telling_failure(store: "Store", rank: int, world_size: int) -> Iterator[None]:
-    """Tell the other ranks if this one cannot connect to them, and end this process if another rank could not.
+    """Tell the other ranks if this one cannot connect to them, and end this process if another rank could not connect.
 
     Otherwise ranks would wait for the start-up timeout. Raises WorkerError with gloo's error and advice.
     """
@@ -153,7 +157,7 @@ def telling_failure(store: "Store", rank: int, world_size: int) -> Iterator[None
 
 
 def _end_with_others(store: "Store", connected: threading.Event, rank: int, world_size: int) -> None:
-    """End this process once a rank reports that it cannot connect, or rank 0 has ended with the store."""
+    """End this process once a rank reports that it cannot connect, or rank 0, which serves the store, has exited."""
     while not connected.wait(0.5):
         try:
             if not store.check(["failed"]):
@@ -276,9 +280,9 @@ def join_process_group(
     """Create the default process group of `place` unless it exists; return the address of the rendezvous, or "".
 
     `init_method` is "env://" (MASTER_ADDR and MASTER_PORT, or the variables of SLURM and MPI) or "tcp://host:port". By
-    default Legato's workers use their launcher's store, all other processes "env://". `device`: the only device of this
-    process, if it has a single one; NCCL then connects at once, so that a rank without its device fails here and not in
-    the first step.
+    default Legato's workers use their launcher's store, all other processes "env://". `device` is the process's device
+    if it has only one; NCCL then connects at once, so that a rank without its device fails here and not in the first
+    step.
 
     Raises ConfigError if the address is in use or cannot be reached, or if ranks are missing after `timeout`.
     """

@@ -103,7 +103,11 @@ class SignalWatch:
     """
 
     def __init__(self, attends: bool = True) -> None:
-        """`attends`: True if this process handles SIGTERM and SIGHUP; otherwise they end it anyway."""
+        """Prepare to watch for signals.
+
+        Args:
+            attends: True if this process handles SIGTERM and SIGHUP; otherwise they end it anyway.
+        """
         self.attends = attends
         self.nothing_to_save = True
         self.presses: list[float] = []

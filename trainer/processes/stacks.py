@@ -75,7 +75,7 @@ def stack_of_error(error: BaseException) -> list[Frame]:
 
 
 def describe_stack(stack: list[Frame], alone: bool) -> tuple[str, bool]:
-    """Describe what a stack does, and return whether it waits for other ranks; `alone`: there are no other ranks."""
+    """Describe what a stack does, and return whether it waits for other ranks. `alone` says that there are none."""
     compiler = [index for index, frame in enumerate(stack) if frame.is_compiler]
     if compiler:  # start at its outermost frame, because generated code looks like the user's
         users = next((frame for frame in stack[compiler[-1] :] if frame.is_users), None)
@@ -124,13 +124,13 @@ def _is_outside_loader(stack: list[Frame]) -> bool:
 
 
 def dump_stacks_to(file: IO[str] | None) -> None:
-    """Let loader workers that are forked later write their stacks to `file` on the signal DUMP."""
+    """Let loader workers that are forked later write their stacks to `file` on the DUMP signal."""
     global _dump_file
     _dump_file = file
 
 
 def answer_dumps() -> None:
-    """Write this loader worker's stacks to the dump file on the signal DUMP."""
+    """Write this loader worker's stacks to the dump file on the DUMP signal."""
     if _dump_file is not None:
         faulthandler.register(DUMP, _dump_file)
 
@@ -151,7 +151,7 @@ def worker_stacks(dump: IO[str]) -> list[str]:
 
 
 def _answers(process: int) -> bool:
-    """Return whether a process has a handler for the signal DUMP, which would otherwise kill it."""
+    """Return whether a process has a handler for the DUMP signal, which would otherwise kill it."""
     try:
         status = Path(f"/proc/{process}/status").read_text()
     except OSError:

@@ -40,8 +40,9 @@ _BROKEN_CONNECTION = re.compile(
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Pickler that sends classes of `named` modules by name, because the reader has the originals and must not get
-    copies.
+    """Pickler that sends classes of `named` modules by name.
+
+    The reader has the original classes and must not get copies.
 
     Classes of `placed` modules are sent by value and registered in their module.
     """
@@ -128,7 +129,7 @@ _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib"
 
 
 def _module_files() -> dict[str, str]:
-    """Return module name -> file of all modules that are not installed, without the script itself."""
+    """Return the files, by module name, of all modules that are not installed, except the script itself."""
     # a list, because reading an attribute may import more modules; an alias is checked under the real name
     named = {name: module for name, module in list(sys.modules.items()) if getattr(module, "__name__", None) == name}
     files = {name: getattr(module, "__file__", None) or "" for name, module in named.items() if name not in _MAIN}
@@ -136,7 +137,7 @@ def _module_files() -> dict[str, str]:
 
 
 def _is_importable(name: str, file: str) -> bool:
-    """Return whether a new interpreter imports this file by this name."""
+    """Return whether a new interpreter imports this file under this name."""
     spec = _find_spec(name)
     return spec is not None and spec.origin is not None and Path(spec.origin).resolve() == Path(file).resolve()
 

@@ -38,7 +38,7 @@ class CheckpointFormat(Protocol):
         ...
 
     def read(self, path: Path, ranks: Ranks, names: Collection[str], in_parts: Collection[str]) -> dict[str, Any]:
-        """Return the contents of a checkpoint with tensors in host memory; every rank in `ranks` calls this.
+        """Return the contents of a checkpoint with tensors in host memory. All ranks in `ranks` must call this.
 
         Args:
             path: the checkpoint, not yet verified.
@@ -56,7 +56,7 @@ class CheckpointFormat(Protocol):
 
 
 class DirectoryFormat:
-    """Legato's format: a checkpoint is a directory with checksums, without pickle, and sharded if the states are."""
+    """Legato's format: a directory with checksums and without pickle, which is sharded if the states are sharded."""
 
     # only calls: checkpoints/ implements the format and knows no run or trainer
 
@@ -67,7 +67,7 @@ class DirectoryFormat:
     def write(
         self, path: Location, contents: Mapping[str, Any], ranks: Ranks, run: str, frozen: Collection[str] = ()
     ) -> None:
-        """Write the shards of each rank and then the manifest; `frozen`: see `commit.write`."""
+        """Write the shards of each rank and then the manifest. For `frozen`, see `commit.write`."""
         commit.write(path, contents, ranks=ranks, run=run, frozen=frozen)
 
     def read(self, path: Location, ranks: Ranks, names: Collection[str], in_parts: Collection[str]) -> dict[str, Any]:

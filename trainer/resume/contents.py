@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def contents(trainer: "Trainer", weights_only: bool) -> dict[str, Any]:
-    """Return the contents of a checkpoint of the current state; every rank calls this."""
+    """Return the contents of a checkpoint of the current state. All ranks must call this."""
     run = trainer.current_run
     saved: dict[str, Any] = {
         "state_dict": trainer.strategy.state_dicts.model(run.task),
@@ -57,7 +57,10 @@ def contents(trainer: "Trainer", weights_only: bool) -> dict[str, Any]:
 
 
 def frozen_weights(task: nn.Module, weights: Mapping[str, Any], share: bool | None) -> set[str]:
-    """Return the names of weights that are stored once for all checkpoints; `share`: see `Checkpoint.share_frozen`."""
+    """Return the names of weights that are stored once for all checkpoints.
+
+    For `share`, see `Checkpoint.share_frozen`.
+    """
     trained = {name for name, weight in task.named_parameters(remove_duplicate=False) if weight.requires_grad}
     sizes = {name: math.prod(weight.shape) for name, weight in weights.items() if hasattr(weight, "shape")}
     frozen = sizes.keys() - trained
@@ -66,7 +69,7 @@ def frozen_weights(task: nn.Module, weights: Mapping[str, Any], share: bool | No
 
 
 def training_states(trainer: "Trainer") -> dict[str, Any]:
-    """Return the states of optimizers, keyed by parameter names, and of schedulers; every rank calls this."""
+    """Return the states of optimizers, keyed by parameter names, and of schedulers. All ranks must call this."""
     run, state_dicts = trainer.current_run, trainer.strategy.state_dicts
     return {
         "optimizer_states": [
@@ -78,9 +81,9 @@ def training_states(trainer: "Trainer") -> dict[str, Any]:
 
 
 def contents_after_workers(trainer: "Trainer", weights_only: bool) -> dict[str, Any]:
-    """Return the contents of a checkpoint after the run's worker processes, and with them its optimizers, have ended.
+    """Return the contents of a checkpoint after the run's worker processes, which held its optimizers, have exited.
 
-    They come from the run's newest checkpoint. Raises TaskError if that is not a checkpoint of the last step.
+    The contents come from the run's newest checkpoint. Raises TaskError if that is not a checkpoint of the last step.
     """
     if weights_only:
         return contents(trainer, weights_only)

@@ -51,7 +51,7 @@ MISSING = object()
 
 
 class SettingChange(NamedTuple):
-    """Setting that differs from the checkpoint."""
+    """A setting that differs from the checkpoint."""
 
     name: str
     was: Any
@@ -120,8 +120,10 @@ def fingerprint_of(trainer: TrainerArguments, optimization: "Optimization") -> d
 def samples_of(trainer: TrainerArguments, loader: Any, rounds: int | None, dealt_out: bool) -> dict[str, Any]:
     """Return the settings that decide which samples make up a step, as far as the training loader shows them.
 
-    `rounds`: batches of each replica in an epoch, None if unknown. `dealt_out`: True if Legato shards the samples
-    across processes, False if each process's loader yields its own share.
+    Args:
+        rounds: batches of each replica in an epoch, None if unknown.
+        dealt_out: True if Legato shards the samples across processes, False if each process's loader yields its own
+            share.
     """
     settings: dict[str, Any] = {
         "accumulate_grad_batches": trainer.accumulate_grad_batches,
@@ -139,7 +141,7 @@ def samples_of(trainer: TrainerArguments, loader: Any, rounds: int | None, dealt
 
 
 def _describe_loader(loader: Any, dealt_out: bool) -> dict[str, Any]:
-    """Return the settings of a loader that decide its samples; no length if the loader may yield only a share."""
+    """Return the settings of a loader that decide its samples, without a length if the loader may yield a share."""
     batch_sampler, sampler = getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)
     dataset = getattr(loader, "dataset", None)
     samples = length_of(dataset) if dataset is not None else length_of(loader)
@@ -189,7 +191,7 @@ def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _flat(value: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Yield the settings in a scheduler's state with dotted names, also those of schedulers within it."""
+    """Yield the settings in a scheduler's state with dotted names, including those of nested schedulers."""
     inner = dict(enumerate(value)) if isinstance(value, list) else value
     # milestones are a dict with numbers as keys, and are treated as a single setting
     has_names = isinstance(value, dict) and value and not any(str(key).isdigit() for key in value)
@@ -220,8 +222,9 @@ def _plain_or_missing(value: Any) -> Any:
 def compare(saved: Mapping[str, Any], current: Mapping[str, Any], rescheduled: Collection[int], exact: bool) -> Changes:
     """Return the differences between a checkpoint's fingerprint and the current run's.
 
-    `rescheduled`: optimizers whose learning rates follow a new schedule after the resume. `exact`: True if
-    machine-dependent numerics count as changed settings.
+    Args:
+        rescheduled: optimizers whose learning rates follow a new schedule after the resume.
+        exact: True if machine-dependent numerics count as changed settings.
     """
     changes = Changes()
     for name, now in current.items():

@@ -35,7 +35,8 @@ def split_hyperparameters(owner: "Hyperparameters") -> tuple[dict[str, Any], lis
 def tell_left_out(owners: Mapping[str, "Hyperparameters | None"], contents: Mapping[str, Any]) -> None:
     """Warn, once per task or data module, about hyperparameters that the checkpoint does not hold.
 
-    `owners`: prefix of the keys in the contents -> task or data module.
+    Args:
+        owners: task and data module, by the prefix of their keys in the contents.
     """
     for prefix, owner in owners.items():
         names = contents.get(prefix + LEFT_OUT)

@@ -26,8 +26,8 @@ def named(state: dict[str, Any], names: Names | None) -> dict[str, Any]:
 def numbered(kind: str, state: Mapping[str, Any], names: Names | None) -> tuple[dict[str, Any], list[int]]:
     """Return a state dict of `named` keyed by current parameter numbers, and the saved index of each current group.
 
-    Groups are matched by the names in them, so the order of groups and of their parameters may change; `names`: None
-    keeps the saved order. Raises CheckpointError if a parameter is new, missing or in another group.
+    Groups are matched by the names in them, so the order of groups and of their parameters may change. If `names` is
+    None, the saved order is kept. Raises CheckpointError if a parameter is new, missing or in another group.
     """
     saved = [group["params"] for group in state.get("param_groups", ())]
     if not saved or not all(isinstance(name, str) for group in saved for name in group):

@@ -38,7 +38,8 @@ def rebuild_task(
 ) -> TaskType:
     """Build a task from a checkpoint's hyperparameters and load its weights; see `Task.load_from_checkpoint`.
 
-    `source`: the checkpoint or its contents.
+    Args:
+        source: the checkpoint or its contents.
     """
     saved = dict(source) if isinstance(source, Mapping) else reading.read(source)
     task = _build_from_checkpoint(kind, saved, "", hparams_file, replaced)
@@ -124,7 +125,7 @@ def _as_attributes(value: Any) -> Any:
 
 
 def averaging_state(contents: Mapping[str, Any], but: Iterable[str] = ()) -> Mapping[str, Any] | None:
-    """Return the state of the callback whose averages evaluation uses; `but`: callback keys to ignore."""
+    """Return the state of the callback whose averages evaluation uses, ignoring the callback keys in `but`."""
     saved = contents.get("callbacks", {})
     states = [saved[key] for key in saved if key not in but and isinstance(saved[key], Mapping)]
     # StochasticWeightAveraging, whose state has "rates_before", evaluates its averages only after training

@@ -208,10 +208,12 @@ def load_schedulers(
 def find_changes(
     trainer: "Trainer", before: Mapping[str, Any], rescheduled: Collection[int], reordered: Collection[int]
 ) -> Changes:
-    """Return on every rank how rank 0's settings differ from those of the saved run; every rank calls this.
+    """Return on every rank how rank 0's settings differ from those of the saved run. All ranks must call this.
 
-    `before`: the checkpoint's fingerprint, with groups in the current order. `rescheduled`: see `fingerprint.compare`.
-    `reordered`: optimizers whose parameters are in a different order.
+    Args:
+        before: the checkpoint's fingerprint, with groups in the current order.
+        rescheduled: see `fingerprint.compare`.
+        reordered: optimizers whose parameters are in a different order.
 
     Raises ConfigError, on every rank, if samples change in the middle of an epoch or `bitwise` forbids a difference.
     """
@@ -282,7 +284,8 @@ def log_changes(trainer: "Trainer", changes: Changes, rates: Sequence[SettingCha
 def load_rest(trainer: "Trainer", saved: Mapping[str, Any], resumes: bool) -> None:
     """Load everything but loop state and weights from a checkpoint.
 
-    `resumes`: True if the run resumes from it, False if another process of an elastic run sent it.
+    Args:
+        resumes: True if the run resumes from the checkpoint, False if another process of an elastic run sent it.
     """
     run, state_dicts = trainer.current_run, trainer.strategy.state_dicts
     optimizers = run.optimization.optimizers

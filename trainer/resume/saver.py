@@ -73,7 +73,7 @@ class Saver:
 
     # --- locks ------------------------------------------------------------------------------------------------------
     def hold(self, folder: Location, stage: str, patient: bool = False) -> None:
-        """Lock a folder until `release`; raises ConfigError if another run has locked it."""
+        """Lock a folder until `release`. Raises ConfigError if another run has locked it."""
         # a folder has one lock, whatever link names it
         folder = folder.resolve()
         if folder not in self.locks:
@@ -90,10 +90,13 @@ class Saver:
         self._run_dir = None if folder is None else folder.stat()
 
     def hold_for_all(self, folder: Location, patient: bool = False) -> None:
-        """Lock a folder of checkpoints on rank 0; every rank calls this.
+        """Lock a folder of checkpoints on rank 0. All ranks must call this.
 
-        `patient`: rank 0 is now another process. Raises ConfigError, on every rank, if another run has locked the
-        folder, or if a new run would overwrite another run's checkpoints in it.
+        Args:
+            patient: whether rank 0 is now another process.
+
+        Raises ConfigError, on every rank, if another run has locked the folder, or if a new run would overwrite another
+        run's checkpoints in it.
         """
 
         def hold() -> None:
@@ -114,14 +117,14 @@ class Saver:
         self.trainer.strategy.collectives.from_first(hold)
 
     def release(self, *folders: Location) -> None:
-        """Release the locks of these folders, by default of all folders."""
+        """Release the locks on these folders, by default on all folders."""
         for folder in [folder.resolve() for folder in folders] or list(self.locks):
             if folder in self.locks:
                 self.locks.pop(folder).release()
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """If the run directory is not writable, replace an OSError in this context with an error that names it."""
+        """Replace an OSError in this context with an error that names the run directory if it is not writable."""
         self.require_run_dir()
         try:
             yield
@@ -145,10 +148,10 @@ class Saver:
 
     # --- saving -----------------------------------------------------------------------------------------------------
     def require_storable(self) -> None:
-        """Raise CheckpointError before training if a checkpoint cannot hold the run's state; every rank calls this.
+        """Raise CheckpointError before training if a checkpoint cannot hold the run's state. All ranks must call this.
 
-        Additions of on_save_checkpoint are checked only in a save, because a hook may need attributes that training
-        sets.
+        Additions of on_save_checkpoint are checked only in a save, because a hook may need attributes that are only set
+        during training.
         """
         run, trainer, savers = self.trainer.current_run, self.trainer, self.trainer.checkpoint_callbacks
         if not isinstance(self.format, DirectoryFormat) or not savers or trainer.fast_dev_run:
@@ -162,9 +165,10 @@ class Saver:
                 flatten({"callbacks": {callback.state_key: callback.state_dict()}})
 
     def save(self, path: Location, weights_only: bool, asynchronous: bool, share_frozen: bool | None = False) -> None:
-        """Write a checkpoint of the current state, after any pending logging point; every rank calls this.
+        """Write a checkpoint of the current state, after any pending logging point. All ranks must call this.
 
-        `share_frozen`: see `Checkpoint`. Other checkpoints hold all weights, because they may be stored anywhere.
+        Args:
+            share_frozen: see `Checkpoint`. Other checkpoints hold all weights, because they may be stored anywhere.
 
         Raises CheckpointError if the save fails, or if the previous background save failed; in that case a plain save
         is written before the error is raised.
@@ -220,7 +224,7 @@ class Saver:
             run.run_file.store_config(trainer.run_dir, config_of(text, trainer.explicit_config))
 
     def save_after_error(self, path: Location, weights_only: bool = False) -> bool:
-        """Write a checkpoint of the last finished step from a hook `on_exception`; return whether it was written.
+        """Write a checkpoint of the last finished step from an `on_exception` hook; return whether it was written.
 
         A step or validation in progress is dropped, and a resume repeats it. With several processes nothing is written,
         because other processes may have failed or be in another step.
@@ -272,7 +276,7 @@ class Saver:
         self.writer.check()
 
     def _for_format(self, path: Location) -> Any:
-        """Return the path as the format expects it; raises ConfigError for an address if the format is not Legato's."""
+        """Return the path as the format expects it. Raises ConfigError for an address if the format is not Legato's."""
         if not isinstance(self.format, DirectoryFormat):
             require_local(path, "The checkpoint")
         return path

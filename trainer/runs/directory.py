@@ -1,6 +1,7 @@
 """RunDirectory: the state, config, checkpoints and metrics of a run; also finds run directories below a folder.
 
-Read-only and without torch, for the commands that show runs and for Python as `legato.runs`.
+The module is read-only and does not import torch. It serves the commands that show runs and, as `legato.runs`, Python
+programs.
 """
 
 import math
@@ -226,7 +227,7 @@ class RunDirectory:
         return {"step": arrays.pop("step").astype("int64"), **arrays}
 
     def frame(self) -> Any:
-        """Return `metrics` as a pandas DataFrame whose index is the step; raises ConfigError without pandas."""
+        """Return `metrics` as a pandas DataFrame whose index is the step. Raises ConfigError without pandas."""
         try:
             import pandas
         except ImportError:

@@ -38,7 +38,7 @@ class RunLock:
         self._lease = SoftFileLease(self.path, lease_duration=LEASE, thread_local=False, is_singleton=False)
 
     def take(self, patient: bool = False) -> None:
-        """Take the lock; `patient`: wait RELEASE_WAIT seconds for a live holder to release it.
+        """Take the lock. With `patient`, wait RELEASE_WAIT seconds for a live holder to release it.
 
         Raises ConfigError that names the holder if another run keeps the lock.
         """
@@ -121,7 +121,7 @@ def log_wait(folder: object, holder: dict[str, Any], seconds: float) -> None:
 
 
 def refusal(folder: object, holder: dict[str, Any]) -> str:
-    """Return the message that says that a run may not write to a folder, and what to do."""
+    """Return the message that a run may not write to a folder, with advice."""
     return (
         f"{folder} is in use by {describe(holder)}; nothing was changed. Wait until it ends, or end it. To start a "
         f"separate run, set another run.name or leave resume out."

@@ -39,7 +39,7 @@ class ObjectLock:
         return {**vars(self), "_process": 0, "_released": None}
 
     def take(self, patient: bool = False) -> None:
-        """Take the lock; `patient`: wait for a holder to end. Raises ConfigError that names the holder."""
+        """Take the lock. With `patient`, wait for a holder to exit. Raises ConfigError that names the holder."""
         try:
             is_new = self._wait(patient)
             self.token = uuid.uuid4().hex

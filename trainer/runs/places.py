@@ -110,7 +110,7 @@ def _require_text(root: Path) -> None:
 
 
 def write_config(directory: Path, text: str, explicit: str | None, weights: Location | None) -> None:
-    """Store the config of a run; `weights`: the checkpoint of an evaluation, stored so that it can be repeated."""
+    """Store the config of a run and, so that an evaluation can be repeated, its checkpoint (`weights`)."""
     if weights is not None:
         line = f"checkpoint: {json.dumps(str(to_absolute(weights)), ensure_ascii=False)}"
         # a function, because re.sub interprets backslashes in a string; a JSON string is also a YAML string
@@ -121,7 +121,7 @@ def write_config(directory: Path, text: str, explicit: str | None, weights: Loca
 def newest_in(directory: Path, check: Check = verify, folders: Sequence[Location] = ()) -> Location | None:
     """Return the run's newest checkpoint that passes `check`, from its directory or from other `folders`.
 
-    Checkpoints in `folders` are verified too, whatever `check` does.
+    Checkpoints in `folders` are always verified, regardless of `check`.
     """
     identity = identity_of(directory)
 
@@ -146,7 +146,7 @@ def folder_to_read(directory: Path | None, newest: Location | None) -> Location 
 
 
 def is_same_run(directory: Path | None, checkpoint: Location | None) -> bool:
-    """Return whether the run in a run directory wrote a checkpoint, in whatever folder the checkpoint is."""
+    """Return whether the run in a run directory wrote a checkpoint, regardless of the checkpoint's folder."""
     if directory is None or checkpoint is None:
         return False
     if location_of(directory.resolve()) in checkpoint.resolve().parents:
@@ -212,7 +212,7 @@ class StoredRun:
     ) -> tuple[Path | None, Location | None]:
         """Lock the run directory to resume; return it and the checkpoint to resume from, or None for both.
 
-        `hold` and `release` lock and unlock a run directory; `folders`: other folders where the run may have saved.
+        `hold` and `release` lock and unlock a run directory; `folders` are other folders where the run may have saved.
         Raises ConfigError if another run writes there, or to a newer directory with this name and no checkpoint yet.
         """
         directory = checkpoint = None
@@ -243,7 +243,7 @@ class StoredRun:
 
     # --- evaluating -------------------------------------------------------------------------------------------------
     def weights(self, folders: Sequence[Location]) -> Location:
-        """Return and log the checkpoint to evaluate; `folders`: other folders where the run may have saved.
+        """Return and log the checkpoint to evaluate. `folders` are other folders where the run may have saved.
 
         Skips damaged checkpoints with a warning. Raises CheckpointError if none is complete.
         """

@@ -133,7 +133,10 @@ def note_epoch(directory: Path, epoch: int, step: int) -> None:
 
 
 def epochs_begun(directory: Path) -> dict[int, int]:
-    """Return epoch -> steps before it, for each epoch that has started. A resume drops the epochs that it repeats."""
+    """Return the number of steps before each epoch that has started, by epoch.
+
+    A resume drops the epochs that it repeats.
+    """
     begun: dict[int, int] = {}
     if (directory / EPOCHS).is_file():
         for line in (directory / EPOCHS).read_text(encoding="ascii").splitlines():
@@ -186,7 +189,7 @@ def installed_packages() -> dict[str, str]:
 
 # --- code -------------------------------------------------------------------------------------------------------------
 def loaded_sources(folder: Path) -> dict[str, str]:
-    """Return path (relative to `folder`) -> SHA-256 of the source of each loaded module outside libraries."""
+    """Return the SHA-256 of the source of each loaded module outside libraries, by path relative to `folder`."""
     legato, libraries = str(Path(__file__).parents[2]), (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
     # a list, since another thread may import a module meanwhile
     files = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
@@ -199,7 +202,7 @@ def loaded_sources(folder: Path) -> dict[str, str]:
 
 
 def code_of(folder: Path, base: str = "HEAD") -> dict[str, Any] | None:
-    """Return root, commit and branch of a folder's git repository, and its changes since `base`; None without one.
+    """Return the root, commit and branch of a folder's git repository, if any, and its changes since `base`.
 
     "diff" holds changed files and new .py files, as input for `git apply`; None if there are none, if the diff exceeds
     LARGEST_DIFF bytes, or if git took too long. "changed" holds the names of these files.

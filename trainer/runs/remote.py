@@ -2,8 +2,9 @@
 
     s3://bucket/runs/digits/version_3      ~/.cache/legato/runs/s3/bucket/runs/digits/version_3
 
-So loggers write ordinary files, and other modules need not handle stores: `location_of` (base/location.py) returns the
-address of such a folder. Checkpoints are not mirrored; they are read and written in the store (ObjectFolder).
+Therefore, loggers write ordinary files, and other modules need not handle stores: `location_of` (base/location.py)
+returns the address of such a folder. Checkpoints are not mirrored; they are read and written in the store
+(ObjectFolder).
 """
 
 import atexit

@@ -39,7 +39,11 @@ class RunFile:
         """Contents written when the training began; empty before."""
 
     def begin(self, directory: Path, stage: str, values: Mapping[str, Any]) -> None:
-        """Write that the run is running; `values`: fields listed above."""
+        """Write that the run is running.
+
+        Args:
+            values: fields listed in the module's docstring.
+        """
         if _owns(directory, stage):
             previous = {**read(directory), "state": RUNNING, "began": time.time()}
             ended = ("ended", "error", "traceback")
@@ -47,7 +51,7 @@ class RunFile:
             _replace(directory, self._started)
 
     def store_config(self, directory: Path, values: Mapping[str, Any]) -> None:
-        """Write the config of a resumed start once it has trained a step; `values`: from `config_of`."""
+        """Write the config of a resumed start once it has trained a step. `values` come from `config_of`."""
         self._started |= values
         _replace(directory, {**read(directory), **values})
 
@@ -69,7 +73,9 @@ def new_run(identity: str, stage: str) -> dict[str, Any]:
 
 
 def fail(directory: Path, error: BaseException, since: float) -> None:
-    """Write the end of a run whose workers this process started at time `since`: it knows which worker failed first.
+    """Write the end of a run whose workers this process started at time `since`.
+
+    This process knows which worker failed first.
 
     An older file stays unchanged, because the workers did not resume that run.
     """
@@ -102,7 +108,7 @@ def require_readable(directory: Path) -> None:
 
 
 def config_of(text: str | None, explicit: str | None) -> dict[str, Any]:
-    """Return the config's entries in `run.json`; `explicit`: the config without defaults."""
+    """Return the config's entries for `run.json`, given the config's text with and without defaults."""
     entries: dict[str, Any] = {} if text is None else {"config": flat_config(text)}
     return entries if explicit is None else {**entries, "set": list(flat_config(explicit))}
 
@@ -155,6 +161,6 @@ def _write(directory: Path, values: Mapping[str, Any]) -> None:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Replace a file of a run directory; a kill leaves the old file or the new one."""
+    """Replace a file in a run directory atomically: a kill leaves either the old or the new file."""
     # Python stores a path's invalid bytes as lone surrogates, which backslashreplace turns into JSON escapes
     replace_file(path, text.encode("utf-8", "backslashreplace"))

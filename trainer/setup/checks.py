@@ -75,7 +75,8 @@ def _shorten(trainer: "Trainer", batches: int) -> None:
 def check_task(trainer: "Trainer", task: Any, request: Request, is_sent: bool = False) -> None:
     """Raise TaskError for a task that lacks a method the stage needs, or that has misspelled hooks.
 
-    is_sent: whether the task will be sent to other processes.
+    Args:
+        is_sent: whether the task will be sent to other processes.
     """
     stage = request.stage
     if not isinstance(task, Task):

@@ -48,7 +48,11 @@ def prepare_data(call: Call) -> None:
 
 
 def make_loaders(call: Call, begun: Mapping[str, Any] | None = None) -> None:
-    """Get and distribute the loaders for this stage. `begun`: the fingerprint's samples, if the run resumes."""
+    """Get and distribute the loaders for this stage.
+
+    Args:
+        begun: the fingerprint's samples, if the run resumes.
+    """
     trainer = call.trainer
     if call.loop.doing == "train":
         state, every = call.state, trainer.reload_dataloaders_every_n_epochs
@@ -117,7 +121,7 @@ def require_same_lengths(call: Call) -> None:
 
 
 def make_training_data(call: Call, begun: Mapping[str, Any] | None = None) -> None:
-    """Get and distribute the training loader. `begun`: see `make_loaders`."""
+    """Get and distribute the training loader. For `begun`, see `make_loaders`."""
     trainer, loaders = call.trainer, find_loader(call, "train")
     loader = combined(loaders)
     if loader is None:
@@ -166,7 +170,8 @@ def make_training_data(call: Call, begun: Mapping[str, Any] | None = None) -> No
 def distribute(loader: Any, dealing: Dealing, trainer: "Trainer", task: Task, ranks: Ranks = SINGLE) -> TrainingData:
     """Return a training loader's data, distributed by the trainer's settings.
 
-    ranks: the ranks that verify that they read the same data.
+    Args:
+        ranks: the ranks that verify that they read the same data.
     """
     # both have collectives within the step, which need a batch on each replica
     full_rounds = not task.automatic_optimization or trainer.sync_batchnorm
@@ -255,7 +260,8 @@ def require_length(loader: Any, name: str, limit: int | float) -> None:
 def origin_of_shares(call: Call, source: TrainingData, begun: Mapping[str, Any] | None) -> str:
     """Return the reason to treat the training loader as each process's own share; "" if Legato distributes it.
 
-    begun: the fingerprint's samples, if the run resumes.
+    Args:
+        begun: the fingerprint's samples, if the run resumes.
     """
     trainer, ranks = call.trainer, call.strategy.data_ranks
     if ranks.size > 1 and not trainer.use_distributed_sampler:

@@ -23,7 +23,8 @@ log = logging.getLogger("legato")
 def make_run(call: Call, saved: dict[str, Any] | None) -> Run:
     """Call the set-up hooks, place the task with the checkpoint's weights, and make loaders, optimizers and the run.
 
-    `saved`: the checkpoint's contents, whose weights are dropped once they are loaded.
+    Args:
+        saved: the checkpoint's contents, whose weights are dropped once they are loaded.
     """
     trainer, task, stage, strategy = call.trainer, call.task, call.stage, call.strategy
     prepare_data(call)
@@ -81,7 +82,7 @@ def find_numerics(call: Call, optimization: Optimization) -> dict[str, Any]:
 
 
 def show_checkpoint(call: Call, saved: dict[str, Any]) -> None:
-    """Call on_load_checkpoint of the task, which may convert the contents for callbacks, then that of callbacks.
+    """Call the task's on_load_checkpoint, which may convert the contents for callbacks, and then the callbacks'.
 
     Both see the weights that the trainer loads.
     """

@@ -18,7 +18,9 @@ log = logging.getLogger("legato")
 def record_start(call: Call, source: Location | None = None, evaluated: tuple[int, int] | None = None) -> None:
     """Record this start in the run directory, on rank 0: command line, layout, versions, code.
 
-    source: the checkpoint that the call resumes or evaluates; evaluated: step and epoch of an evaluated checkpoint.
+    Args:
+        source: the checkpoint that the call resumes or evaluates.
+        evaluated: step and epoch of an evaluated checkpoint.
     """
     trainer, strategy, directory = call.trainer, call.strategy, call.trainer.run_dir
     if directory is None or not trainer.is_global_zero or not identity_of(directory):
@@ -60,7 +62,9 @@ def open_outputs(run: Run) -> None:
 def open_loggers(run: Run, resume_step: int | None) -> None:
     """Open the loggers and store the config on rank 0; on other ranks, pass the run directory to the loggers.
 
-    resume_step: the step of a resume, after which existing logging points are invalid; None: the run does not resume.
+    Args:
+        resume_step: the step of a resume, after which existing logging points are invalid; None if the run does not
+            resume.
     """
     trainer, step = run.trainer, run.state.global_step
     if trainer.run_dir is None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def make_strategy(trainer: "Trainer", wanted: Any) -> Strategy:
-    """Return the strategy for a name, a mapping with `name`, or a Strategy."""
+    """Return the strategy for a name, a mapping with a `name` key, or a Strategy."""
     if isinstance(wanted, Strategy):
         return wanted
     # a copy, as `name` is removed from it
@@ -78,7 +78,7 @@ def choose_name(trainer: "Trainer") -> str:
 
 
 def make_loggers(wanted: Any) -> list[Logger]:
-    """Return the loggers for the argument `logger`."""
+    """Return the loggers for the `logger` argument."""
     # imported here: TensorBoard takes 1.2 s, which a trainer with logger=False need not wait for
     from ...loggers import JSONLinesLogger, TensorBoardLogger
 
@@ -130,7 +130,10 @@ def make_callbacks(trainer: "Trainer", wanted: Any) -> list[Callback]:
 
 
 def with_callbacks_of(task: Task, callbacks: list[Callback]) -> list[Callback]:
-    """Return the trainer's and the task's callbacks; the task's replace those of the same class. Checkpoints last."""
+    """Return the trainer's and the task's callbacks; the task's replace those of the same class.
+
+    Checkpoint callbacks come last.
+    """
     configured = task.configure_callbacks() or []  # None: the task has none, or has added them to the trainer itself
     of_task = list(configured) if isinstance(configured, (list, tuple)) else [configured]
     kinds = {type(callback) for callback in of_task}

@@ -18,10 +18,10 @@ Values = list[Tensor | None]
 class ReplicaBuffers:
     """Starts every replica of a step from the same buffers, and keeps those of the first replica.
 
-    At the end of a step rank 0 broadcasts its buffers, so they follow replica 0 for any number of processes.
+    At the end of a step rank 0 broadcasts its buffers, so they match replica 0's for any number of processes.
 
-    A step may also assign a new tensor to a buffer (`self.average = 0.9 * self.average + ...`). Its values are copied
-    to the original tensor.
+    A step may also assign a new tensor to a buffer (`self.average = 0.9 * self.average + ...`). The new values are
+    copied to the original tensor.
     """
 
     def __init__(self, task: "Task | None") -> None:

@@ -33,7 +33,7 @@ UNUSED = re.compile(r"Expected to have finished reduction.*did not receive grad 
 
 
 class DDPStrategy(GroupStrategy):
-    """One process per device. Takes arguments for DistributedDataParallel and init_process_group.
+    """One process per device. Accepts the arguments for DistributedDataParallel and init_process_group.
 
     To add a communication hook, override `regroup` in a subclass and register the hook on `self.ddp`.
     """
@@ -51,9 +51,13 @@ class DDPStrategy(GroupStrategy):
         init_method: str | None = None,
         timeout: float | Mapping[Phase, float] = 1800.0,
     ) -> None:
-        """`elastic`: replace processes that die and continue the run. `timeout`: seconds that a rank waits for
-        others, or a mapping with the seconds for each phase: startup, step, checkpoint. `process_group_backend`: by
-        default nccl on CUDA, otherwise gloo.
+        """Set the strategy's options.
+
+        Args:
+            elastic: whether to replace processes that die and continue the run.
+            timeout: seconds that a rank waits for others, or a mapping with the seconds for each phase: startup, step,
+                checkpoint.
+            process_group_backend: backend of the process group; by default nccl on CUDA, otherwise gloo.
         """
         super().__init__(process_group_backend, init_method, timeout)
         self.module_options: dict[str, Any] = {
@@ -116,7 +120,7 @@ class DDPStrategy(GroupStrategy):
         self.undo_batch_norm = synchronize(task, self.device, self.batch_norm_group[1])
 
     def regroup(self, layout: Layout | None, place: Place | None = None) -> None:
-        """Attach torch's DDP to the trainable parameters, or the gradient tree with `one_order`."""
+        """Attach torch's DDP to the trainable parameters or, with `one_order`, the gradient tree."""
         # DDP's hooks stay on the parameters until its C++ reducer is destroyed, so first drop the old one
         self._drop_ddp()
         self.loss_scale = 1.0
@@ -249,12 +253,16 @@ class DDPSteps(nn.Module):
     """Module whose forward calls a step of the task; DDP wraps it."""
 
     def __init__(self, task: "Task", run: Callable[[str, Sequence[Any]], Any]) -> None:
-        """`run`: function that calls a step by its name."""
+        """Wrap a function that runs a step.
+
+        Args:
+            run: function that calls a step by its name.
+        """
         super().__init__()
         self.task, self.run = task, run
 
     def __call__(self, name: str, *arguments: Any) -> Any:  # faster than nn.Module's: this module has no hooks
-        """Return the result of the step `name`. The step "nothing" returns a loss with zero gradients."""
+        """Return the result of the step with this name. The "nothing" step returns a loss with zero gradients."""
         return self.nothing() if name == "nothing" else self.run(name, arguments)
 
     def nothing(self) -> Tensor:

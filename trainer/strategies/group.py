@@ -36,7 +36,12 @@ class GroupStrategy(Strategy):
         init_method: str | None = None,
         timeout: Timeout = DEFAULT,
     ) -> None:
-        """`process_group_backend`: by default torch's for the device. `timeout`: see `processes.ranks.Timeouts`."""
+        """Set the strategy's options.
+
+        Args:
+            process_group_backend: backend of the process group; by default torch's for the device.
+            timeout: see `processes.ranks.Timeouts`.
+        """
         super().__init__()
         self.process_group_backend, self.init_method = process_group_backend, init_method
         self.timeouts = Timeouts(timeout)
@@ -130,7 +135,10 @@ class FlatSum:
         self.buffers: dict[Kind, Tensor] = {}
 
     def add_up(self, parameters: Sequence[nn.Parameter], divisor: int = 1) -> None:
-        """Replace the gradients of `parameters` by their sums over ranks divided by `divisor`; every rank calls it."""
+        """Replace the gradients of `parameters` with their sums over ranks divided by `divisor`.
+
+        All ranks must call this.
+        """
         kinds: dict[Kind, list[nn.Parameter]] = {}
         for parameter in parameters:
             kinds.setdefault((parameter.dtype, parameter.device), []).append(parameter)

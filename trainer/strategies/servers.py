@@ -1,4 +1,4 @@
-"""Remote modules: strategy ddp_rpc keeps them on servers; other strategies build them in the task."""
+"""Remote modules: the ddp_rpc strategy keeps them on servers; other strategies build them in the task."""
 
 import zlib
 from collections.abc import Callable

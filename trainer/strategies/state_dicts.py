@@ -41,7 +41,7 @@ class StateDicts:
         return StateParts(world_size)
 
     def model(self, task: "Task") -> dict[str, Tensor]:
-        """Return the task's state dict under the task's names; every rank calls it.
+        """Return the task's state dict under the task's names. All ranks must call this.
 
         If the state is sharded, each rank returns its shards, and empty shards for other ranks' tensors
         (checkpoints.shards).
@@ -53,7 +53,7 @@ class StateDicts:
         task.load_state_dict(dict(weights), strict=strict)
 
     def optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the state dict of `optimizer`, sharded like that of `model`; every rank calls it."""
+        """Return the state dict of `optimizer`, sharded like that of `model`. All ranks must call this."""
         return optimizer.state_dict()
 
     def load_optimizer(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
@@ -79,7 +79,7 @@ class ShardedStateDicts(StateDicts):
     def open_writers(self, rank: int, size: int) -> None:
         """Create a process group for background saves, whose collectives must not mix with those of training.
 
-        Every rank calls it. All calls to a trainer share the group.
+        All ranks must call this. All calls to a trainer share the group.
         """
         # always gloo, since NCCL cannot communicate tensors on the host
         if size > 1 and self._default_group is not dist.group.WORLD:

@@ -206,10 +206,14 @@ class Strategy:
         return list(optimizers)
 
     def regroup(self, layout: Layout | None, place: Place | None = None) -> None:
-        """Attach gradient reductions to the trainable parameters on this layout. Every rank calls it, between steps.
+        """Attach gradient reductions to the trainable parameters on this layout.
 
-        `place`: this rank's place in a new process group. With layout=None, only release the group. An unfinished
-        step is rolled back.
+        All ranks must call this between steps.
+
+        Args:
+            place: this rank's place in a new process group.
+
+        With layout=None, only releases the group and rolls back an unfinished step.
         """
         # gloo closes its sockets once nothing refers to the group, and buckets hold the group and its works. Hooks on
         # a parameter accumulate, so two trees would both send.
@@ -237,7 +241,7 @@ class Strategy:
         return tree
 
     def finish(self) -> None:
-        """Give the task all its weights after a successful run. Every rank calls it, before `teardown`."""
+        """Give the task all its weights after a successful run. All ranks must call this before `teardown`."""
 
     def teardown(self) -> None:
         """Release what `prepare` created. The process group stays open, and the task can still be saved."""
@@ -275,7 +279,7 @@ class Strategy:
         self.replica = replica
 
     def evaluation_step(self, name: str, arguments: Sequence[Any]) -> Any:
-        """Call the task's step `name`, such as "validation_step"."""
+        """Call the task's step with this name, such as "validation_step"."""
         with self.precision.forward_context():
             return getattr(self.task, name)(*arguments)
 
@@ -320,7 +324,7 @@ class Strategy:
         """Take part in a step without a gradient, if the batch is skipped or this process has no batch left."""
 
     def end_step(self) -> None:
-        """Complete the gradients and buffers of a step after its last backward pass; every rank calls it."""
+        """Complete the gradients and buffers of a step after its last backward pass. All ranks must call this."""
         if self.tree is not None:
             self.tree.finish()
         if self.buffers.places:

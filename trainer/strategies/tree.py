@@ -29,7 +29,11 @@ class CarryStack(Generic[Value]):
     """Stack of subtrees that wait for their right sibling; push subtrees in the order of the replicas."""
 
     def __init__(self, add: Callable[[Value, Value], Value]) -> None:
-        """`add`: function that returns the sum of two values, in the memory of the first."""
+        """Create an empty stack.
+
+        Args:
+            add: function that returns the sum of two values, in the memory of the first.
+        """
         self.add = add
         self.waiting: list[tuple[TreeNode, Value]] = []
 
@@ -82,7 +86,8 @@ def add_up(nodes_of: list[list[TreeNode]], values: Iterable[Value], add: Callabl
 def add_up_shares(rows: Sequence[Tensor], nodes_of: list[list[TreeNode]], group: dist.ProcessGroup | None) -> Tensor:
     """Return this rank's share of the sum over all ranks' partial nodes.
 
-    `rows`: the values of this rank's partial nodes; the length of each is a multiple of the number of ranks.
+    Args:
+        rows: the values of this rank's partial nodes; the length of each is a multiple of the number of ranks.
     """
     world, share = len(nodes_of), rows[0].numel() // len(nodes_of)
     outgoing = rows[0] if len(rows) == 1 else torch.stack([row.view(world, share) for row in rows], 1).flatten()
@@ -135,7 +140,11 @@ class Bucket:
         process: int,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        """`group`: process group of the collectives; None: the default group."""
+        """Allocate the buffers of a bucket.
+
+        Args:
+            group: process group of the collectives; None selects the default group.
+        """
         self.parameters, self.group = list(parameters), group
         self.layout = layout
         self.replicas = ReplicaStack(layout.owned(process), len(self.parameters))
@@ -305,7 +314,7 @@ class ReplicaTree(Protocol):
         """Prepare for this process's last backward pass in the step."""
 
     def finish(self) -> None:
-        """Set the gradients to the step's gradients; every rank calls it."""
+        """Set the gradients to the step's gradients. All ranks must call this."""
 
     def abandon(self) -> None:
         """Drop the gradients of an unfinished step."""
@@ -380,7 +389,7 @@ class GradientTree:
         self.replica, self.is_last = None, False
 
     def finish(self) -> None:
-        """Set every parameter's gradient to the step's gradient; every process calls it."""
+        """Set every parameter's gradient to the step's gradient. All processes must call this."""
         self._take()
         self.replica, self.is_last = None, False
         if self.alone:
@@ -423,7 +432,7 @@ class GradientTree:
 def average_in_tree(
     parameters: Sequence[nn.Parameter], layout: Layout, rank: int, group: dist.ProcessGroup | None
 ) -> None:
-    """Replace gradients by their means over ranks that run one replica each; every rank calls it."""
+    """Replace gradients with their means over ranks that run one replica each. All ranks must call this."""
     for bucket in make_buckets(parameters, layout, rank, BUCKET_ELEMENTS, group):
         # not `begin`, which would set aside the gradients to be averaged
         bucket.kept = [None] * len(bucket.parameters)

@@ -32,12 +32,12 @@ with warnings.catch_warnings():
 
 
 class Zero1Strategy(DDPStrategy):
-    """Distributed data parallelism; optimizer states are sharded over processes, by entire tensors."""
+    """Distributed data parallelism with optimizer states that are sharded over processes by whole tensors."""
 
     name = "zero1"
 
     def __init__(self, **options: Any) -> None:
-        """Takes the arguments of strategy ddp, except `elastic`."""
+        """Accept the arguments of the ddp strategy, except `elastic`."""
         super().__init__(**options)
         self.state_dicts: Zero1StateDicts = Zero1StateDicts()
 
@@ -83,7 +83,7 @@ class Zero1Strategy(DDPStrategy):
         return wrapped
 
     def join(self, place: Place, devices: Sequence[torch.device], precision: str | int) -> None:
-        """Join the process group, and create another one for saving."""
+        """Join the process group, and create another group for saving."""
         super().join(place, devices, precision)
         self.shard = place.rank
         self.state_dicts.collectives = self.collectives
@@ -121,7 +121,7 @@ class Zero1StateDicts(ShardedStateDicts):
         self.collectives = SINGLE
 
     def optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the state dict of `optimizer`, with empty shards for other ranks' states; every rank calls it."""
+        """Return the state dict of `optimizer`, with empty shards for other ranks' states. All ranks must call this."""
         if not isinstance(optimizer, ZeroRedundancyOptimizer):
             return super().optimizer(optimizer)
         indices = dict(_numbered(optimizer))

@@ -39,7 +39,7 @@ class DataParallelStrategy(Strategy):
 
     # --- the task ---------------------------------------------------------------------------------------------------
     def prepare(self, task: "Task", optimizers: Sequence[Optimizer]) -> list[Optimizer]:
-        """Prepare the placed task; raises ConfigError for settings that do not work on several devices."""
+        """Prepare the placed task. Raises ConfigError for settings that do not work on several devices."""
         prepared = super().prepare(task, optimizers)
         if len(self.devices) > 1:
             self._refuse_unsupported(task)
@@ -80,7 +80,7 @@ class DataParallelStrategy(Strategy):
             return self._run_split("training_step", arguments)
 
     def evaluation_step(self, name: str, arguments: Sequence[Any]) -> Any:
-        """Run the step `name` on the batch's chunks; return the combined output."""
+        """Run the step with this name on the batch's chunks; return the combined output."""
         with self.precision.forward_context():
             return self._run_split(name, arguments)
 

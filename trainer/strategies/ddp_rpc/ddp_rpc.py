@@ -53,8 +53,12 @@ class DDPRPCStrategy(DDPStrategy):
         init_method: str | None = None,
         timeout: float | Mapping[Phase, float] = 1800.0,
     ) -> None:
-        """`servers`: number of processes for the remote modules, in addition to trainer.devices. Also takes the
-        arguments of strategy ddp; the timeout for the `step` phase also limits remote calls.
+        """Set the strategy's options.
+
+        Args:
+            servers: number of processes for the remote modules, in addition to trainer.devices.
+
+        Also accepts the arguments of the ddp strategy. The timeout for the `step` phase also limits remote calls.
         """
         super().__init__(
             bucket_cap_mb=bucket_cap_mb,
@@ -224,7 +228,10 @@ class DDPRPCStrategy(DDPStrategy):
     def backward(
         self, loss: Tensor, last: bool = True, inputs: Sequence[Tensor] | None = None, retain_graph: bool = False
     ) -> None:
-        """Accumulate gradients of `loss` here and on the servers; with `last`, reduce the dense ones over trainers."""
+        """Accumulate gradients of `loss` here and on the servers.
+
+        With `last`, reduce the dense gradients over trainers.
+        """
         if loss.requires_grad is False or loss.numel() != 1:
             raise TaskError(describe_bad_loss(loss))
         context = self._open_context()

@@ -2,7 +2,7 @@
 
 Trainers call a module through torch's RemoteModule, under distributed autograd. See
 https://docs.pytorch.org/tutorials/advanced/rpc_ddp_tutorial.html ("Combining DDP with the Distributed RPC framework").
-A server sums the gradients of all trainers and updates its weights once a step, see
+A server sums the gradients of all trainers and updates its weights once per step; see
 https://docs.pytorch.org/tutorials/intermediate/rpc_async_execution.html ("batch-updating parameter server").
 """
 
@@ -58,7 +58,8 @@ class ServedModule:
     def finish_step(self, trainers: int, scale: float, clip: float | None, options: dict[str, Any] | None) -> None:
         """Record that a trainer has finished its backward passes; after the last trainer, update the weights.
 
-        `options`: the current options of the optimizer, such as a scheduled learning rate.
+        Args:
+            options: the current options of the optimizer, such as a scheduled learning rate.
         """
         assert self.optimizer is not None
         if options is not None:
@@ -131,7 +132,11 @@ class Remote(nn.Module):
     """Proxy in a task for a module on a server."""
 
     def __init__(self, name: str, server: str, leads: bool, device: torch.device) -> None:
-        """`leads`: True on the trainer that sends loaded weights to the server."""
+        """Create the proxy for a module.
+
+        Args:
+            leads: True on the trainer that sends loaded weights to the server.
+        """
         super().__init__()
         self.name, self.server, self.leads, self.device = name, server, leads, device
         with peers_gone(server):

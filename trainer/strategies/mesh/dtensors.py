@@ -19,7 +19,7 @@ TensorChange = Callable[[Tensor], Any]
 
 
 def full(tensor: Tensor) -> Tensor:
-    """Return the full tensor; every rank of its mesh calls it."""
+    """Return the full tensor. All ranks of its mesh must call this."""
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
         return tensor
@@ -58,7 +58,10 @@ def tensor_slots(task: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
 
 
 def replace(task: nn.Module, change: TensorChange) -> None:
-    """Replace each parameter and buffer by `change(tensor)`. Parameters stay parameters, and tied weights stay tied."""
+    """Replace each parameter and buffer with `change(tensor)`.
+
+    Parameters stay parameters, and tied weights stay tied.
+    """
     values: dict[Tensor, Tensor] = {}  # keeps the tensors alive, so that no id is reused
     for module, name, tensor in list(tensor_slots(task)):
         if tensor not in values:
@@ -69,9 +72,9 @@ def replace(task: nn.Module, change: TensorChange) -> None:
 
 @torch.no_grad()
 def make_plain(task: nn.Module, keep: bool) -> None:
-    """Replace the DTensors of a task by full tensors on the host; every rank calls it.
+    """Replace the DTensors of a task with full tensors on the host. All ranks must call this.
 
-    With keep=False, replace them by meta tensors, which need no memory.
+    With keep=False, replaces them with meta tensors, which need no memory.
     """
 
     def change(tensor: Tensor) -> Tensor:
@@ -131,8 +134,9 @@ def shard_count(tensor: Tensor) -> int:
 def clip_norm(optimizer: Optimizer, limit: float, ranks: int, device: torch.device, one_order: bool = False) -> Tensor:
     """Scale the gradients down if their norm exceeds `limit`; return the norm before clipping.
 
-    `one_order`: compute the norm from full gradients, as in a single process, so that its bits do not depend on the
-    number of ranks.
+    Args:
+        one_order: whether to compute the norm from full gradients, as in a single process, so that its bits do not
+            depend on the number of ranks.
     """
     gradients = gradients_of(optimizer)
     norm: Tensor

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 def make_mesh(sizes: Sizes, device_type: str) -> DeviceMesh:
-    """Return the mesh of all processes, with named axes; every rank calls it."""
+    """Return the mesh of all processes, with named axes. All ranks must call this."""
     with connections.noting(more=True):
         return init_device_mesh(device_type, sizes, mesh_dim_names=Sizes._fields)
 
@@ -47,7 +47,7 @@ def make_mesh(sizes: Sizes, device_type: str) -> DeviceMesh:
 def data_ranks(mesh: DeviceMesh, sizes: Sizes) -> Ranks:
     """Return the ranks that together process every batch once. They share this rank's place on the other axes.
 
-    Every rank calls it, since creating a group is a collective.
+    All ranks must call this, because creating a group is a collective.
     """
     count = sizes.data * sizes.shard
     index = mesh.get_local_rank("data") * sizes.shard + mesh.get_local_rank("shard")
@@ -104,7 +104,7 @@ ELEMENTWISE = {
 
 
 class MeshStrategy(GroupStrategy):
-    """One process per device, on a mesh with the axes data, shard and tensor.
+    """One process per device, on a mesh with data, shard and tensor axes.
 
     Replicas are divided along `data` and `shard`; parameters, gradients and optimizer states are sharded along `shard`.
     Processes along `tensor` work on the same batches, each with its shard of the layers.
@@ -128,16 +128,20 @@ class MeshStrategy(GroupStrategy):
         init_method: str | None = None,
         timeout: float | Mapping[Phase, float] = 1800.0,
     ) -> None:
-        """`data`, `shard`, `tensor`: number of processes along each axis; one axis may be "auto", to use the rest.
-        `tensor_shards`: number of shards per tensor-parallel layer, fixed for a run. Results are bitwise identical for
-        any `tensor` that divides it. None: one per process.
-        `shard_blocks`: classes of modules to gather as a block, or the minimum number of parameters in a block.
-        `reshard_after_forward`: free a block's gathered parameters after its forward pass; None: except for the
-        outermost block.
-        `cpu_offload`: keep shards, gradients and optimizer states on the host. `meta_init`: build the modules of
-        configure_model on rank 0 only, and broadcast the shards. `whole_at_end`: give every process the full task when
-        a run ends; False: only the checkpoints have the weights. `timeout`: seconds, or a mapping with seconds per
-        phase.
+        """Set the strategy's options.
+
+        Args:
+            data, shard, tensor: number of processes along each axis; one axis may be "auto", to use the rest.
+            tensor_shards: number of shards per tensor-parallel layer, fixed for a run. Results are bitwise identical
+                for any `tensor` that divides it. None selects one per process.
+            shard_blocks: classes of modules to gather as a block, or the minimum number of parameters in a block.
+            reshard_after_forward: whether to free a block's gathered parameters after its forward pass; None frees all
+                blocks except the outermost one.
+            cpu_offload: whether to keep shards, gradients and optimizer states on the host.
+            meta_init: whether to build the modules of configure_model on rank 0 only, and broadcast the shards.
+            whole_at_end: whether to give every process the full task when a run ends. If False, only the checkpoints
+                have the weights.
+            timeout: seconds that a rank waits for others, or a mapping with the seconds for each phase.
         """
         super().__init__(process_group_backend, init_method, timeout)
         self.asked: dict[str, Size] = {"data": data, "shard": shard, "tensor": tensor, "pipeline": 1}
@@ -257,7 +261,7 @@ class MeshStrategy(GroupStrategy):
             weight_broadcast.broadcast_values(task, values if self.place.rank == 0 else None, self.device, parts)
 
     def _cut(self, task: "Task") -> None:
-        """Split the layers of the tensor plan along the axis tensor."""
+        """Split the layers of the tensor plan along the `tensor` axis."""
         if not self.tensor_shards and self.sizes.tensor == 1:
             return
         words = words_of(task, self.tensor_shards or self.sizes.tensor, in_shards=bool(self.tensor_shards))
@@ -267,7 +271,7 @@ class MeshStrategy(GroupStrategy):
             TensorShards(self.tensor_shards, self._ranks_along("tensor")).attach(task, words)
 
     def _shard(self, task: "Task", mesh: DeviceMesh) -> None:
-        """Shard the task's parameters over a mesh with the axes data and shard."""
+        """Shard the task's parameters over a mesh with data and shard axes."""
         # The outermost block is this wrapper, not the task: fully_shard gathers in a module's forward. If training_step
         # called self.body(x) but never self(x), each child would become a root.
         self.steps = MeshSteps(task)
@@ -346,7 +350,7 @@ class MeshStrategy(GroupStrategy):
         return self.shard_tree
 
     def finish(self) -> None:
-        """Replace sharded weights by full weights on the host, or by empty ones. Every rank calls it."""
+        """Replace sharded weights with full weights on the host, or with empty ones. All ranks must call this."""
         if self.steps is None or self.task is None:
             return
         # evaluations may have left blocks gathered, but make_plain reads the shards
@@ -386,7 +390,7 @@ class MeshStrategy(GroupStrategy):
         return output
 
     def end_step(self) -> None:
-        """Sum partial gradients along the axis tensor, and complete the buffers of the step."""
+        """Sum partial gradients along the `tensor` axis, and complete the buffers of the step."""
         if self.tensor_gradients is not None:
             self.tensor_gradients.complete()
         super().end_step()
@@ -398,7 +402,7 @@ class MeshStrategy(GroupStrategy):
             drop_unsent_gradients(self.root)
 
     def evaluation_step(self, name: str, arguments: Sequence[Any]) -> Any:
-        """Call the task's step `name`, such as "validation_step"."""
+        """Call the task's step with this name, such as "validation_step"."""
         if self.steps is None:
             return super().evaluation_step(name, arguments)
         with self.precision.forward_context():
@@ -427,7 +431,7 @@ class MeshSteps(nn.Module):
         self.task, self.inside = task, False
 
     def forward(self, name: str, *arguments: Any) -> Any:
-        """Return the result of the step `name`."""
+        """Return the result of the step with this name."""
         self.inside = True
         try:
             return getattr(self.task, name)(*arguments)
@@ -451,5 +455,5 @@ class FSDPStrategy(MeshStrategy):
     name = "fsdp"
 
     def __init__(self, **options: Any) -> None:
-        """Takes the arguments of strategy mesh."""
+        """Accept the arguments of the mesh strategy."""
         super().__init__(shard="auto", **options)

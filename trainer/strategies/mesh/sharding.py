@@ -82,9 +82,10 @@ def drop_unsent_gradients(root: Any) -> None:
 def find_sharded_blocks(task: nn.Module, blocks: Blocks) -> list[nn.Module]:
     """Return the modules to shard as blocks, inner modules first, as `fully_shard` requires.
 
-    `blocks`: class names, or a number of parameters. With a number, working outward, a module becomes a block if it has
-    at least that many parameters outside inner blocks. Single layers belong to their parent's block, for fewer and
-    larger messages.
+    Args:
+        blocks: class names, or a number of parameters. With a number, working outward, a module becomes a block if it
+            has at least that many parameters outside inner blocks. Single layers belong to their parent's block, for
+            fewer and larger messages.
     """
     uses = Counter(id(tensor) for *_, tensor in tensor_slots(task))
     if not isinstance(blocks, int):

@@ -1,4 +1,4 @@
-"""Sizes of a mesh's axes; does not import torch.
+"""Sizes of a mesh's axes. This module does not import torch.
 
 Processes are ordered in the mesh as (pipeline, data, shard, tensor), with the last axis varying fastest. So the
 processes of a tensor-parallel group, which communicate most, are neighbors on one machine.

@@ -24,7 +24,11 @@ class MeshStateDicts(ShardedStateDicts):
     read_in_parts = ("state_dict", "optimizer_states")
 
     def __init__(self, asked: Mapping[str, Size]) -> None:
-        """`asked`: the sizes of the mesh axes in the config."""
+        """Set the sizes of the mesh.
+
+        Args:
+            asked: the sizes of the mesh axes in the config.
+        """
         super().__init__()
         self.asked = asked
 

@@ -1,4 +1,4 @@
-"""Gradients of parameters that are replicated along the axis tensor.
+"""Gradients of parameters that are replicated along the `tensor` axis.
 
 Between a "column" and its "row", each process computes with its shard of the activations, so a parameter there gets a
 partial gradient. Partial gradients are summed if the plan says "replicated". A missing entry is detected in the first
@@ -24,9 +24,9 @@ ROUNDING = 0.01
 
 
 class TensorGradients:
-    """Sums gradients along the axis tensor as the plan says, and compares the others in the first steps.
+    """Sums gradients along the `tensor` axis as the plan says, and compares the others in the first steps.
 
-    Every process on the axis calls the methods after a step's last backward pass.
+    All processes on the axis must call the methods after a step's last backward pass.
     """
 
     def __init__(self, task: nn.Module, plan: Mapping[str, str], group: dist.ProcessGroup) -> None:
@@ -88,7 +88,7 @@ class TensorGradients:
 
 
 def is_cut(parameter: nn.Parameter) -> bool:
-    """Return whether a parameter is sharded along the axis tensor."""
+    """Return whether a parameter is sharded along the `tensor` axis."""
     if not isinstance(parameter, DTensor):
         return False
     axes = parameter.device_mesh.mesh_dim_names or ()

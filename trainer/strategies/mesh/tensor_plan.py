@@ -1,4 +1,4 @@
-"""Tensor parallelism: a plan from the task or its models shards layers along the axis tensor.
+"""Tensor parallelism: a plan from the task or its models shards layers along the `tensor` axis.
 
 After Shoeybi et al. 2019, "Megatron-LM" (https://arxiv.org/abs/1909.08053), with torch.distributed.tensor.parallel.
 
@@ -8,7 +8,7 @@ After Shoeybi et al. 2019, "Megatron-LM" (https://arxiv.org/abs/1909.08053), wit
                  computes with its shard of the activations; the gradients are summed over the processes
 
 LoRA adapters that peft adds to a Linear are sharded with it. A task without a plan uses the plans of its models: the
-property `tp_plan` in Hugging Face Transformers, whose styles HUB_WORDS translates.
+`tp_plan` property in Hugging Face Transformers, whose styles HUB_WORDS translates.
 """
 
 from collections.abc import Callable, Mapping
@@ -81,7 +81,8 @@ def plan_of(task: "Task") -> dict[str, str]:
 def words_of(task: "Task", parts: int, in_shards: bool) -> dict[str, str]:
     """Return the plan's word for each layer. Raises ConfigError if the plan does not fit the task.
 
-    `in_shards`: True for tensor_shards, which leaves heads and embeddings unsharded: their sums have no fixed order.
+    Args:
+        in_shards: True for tensor_shards, which leaves heads and embeddings unsharded: their sums have no fixed order.
     """
     words = read_plan(task, plan_of(task), parts)
     refuse_other_cuts(task, words)
@@ -168,7 +169,7 @@ def with_adapters(name: str, modules: Mapping[str, nn.Module], word: str) -> lis
 
 
 def require_cuttable(name: str, module: nn.Module, word: str, parts: int, head: int | None = None) -> None:
-    """Raise ConfigError if the plan's word does not fit a module; `head`: width of an attention head."""
+    """Raise ConfigError if the plan's word does not fit a module. `head` is the width of an attention head."""
     if word == REPLICATED:
         if not any(True for _ in module.parameters()):
             raise ConfigError(f"tensor_plan: {name} is {word!r}, but has no parameters.")

@@ -59,7 +59,11 @@ class TensorShards:
     """Computes this process's shards of all split layers, one after the other."""
 
     def __init__(self, count: int, ranks: Ranks) -> None:
-        """`count`: number of shards over all processes, a multiple of the number of `ranks`."""
+        """Divide the shards among the processes.
+
+        Args:
+            count: number of shards over all processes, a multiple of the number of `ranks`.
+        """
         self.ranks = ranks
         owned = [Layout(count, ranks.size).owned(rank) for rank in range(ranks.size)]
         self.owned, self.nodes_of = owned[ranks.rank], [partial_nodes(shards) for shards in owned]

@@ -21,7 +21,7 @@ STEPS = 12
 
 
 def refuse_unknown_arithmetic(strategy: str, optimizers: Sequence[Optimizer], ranks: Ranks) -> None:
-    """Raise ConfigError if the optimizer fails on sharded parameters; every rank calls it."""
+    """Raise ConfigError if the optimizer fails on sharded parameters. All ranks must call this."""
     for optimizer in optimizers:
         states = generator_states()
         error = _error_of_steps(optimizer)

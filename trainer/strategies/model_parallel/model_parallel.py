@@ -36,7 +36,7 @@ def _move_inputs(
 
 
 def move_parts(task: nn.Module, parts: Iterable[tuple[Iterable[nn.Module], torch.device]], rest: torch.device) -> None:
-    """Move each part to its device, and all other tensors of the task to the device `rest`."""
+    """Move each part to its device, and all other tensors of the task to the `rest` device."""
     placed: set[nn.Module] = set()
     for modules, device in parts:
         for module in modules:
@@ -67,9 +67,14 @@ class DDPModelParallelStrategy(DDPStrategy):
         micro_batches: int = 1,
         **options: Any,
     ) -> None:
-        """`devices_per_replica`: number of devices per process. `split`: number of blocks in each part; "auto" balances
-        parts by parameter bytes. `micro_batches`: number of micro-batches per batch. Also takes the arguments of
-        strategy ddp, except `elastic`.
+        """Set the strategy's options.
+
+        Args:
+            devices_per_replica: number of devices per process.
+            split: number of blocks in each part; "auto" balances parts by parameter bytes.
+            micro_batches: number of micro-batches per batch.
+
+        Also accepts the arguments of the ddp strategy, except `elastic`.
         """
         super().__init__(**options)
         self.parts_wanted = devices_per_replica
@@ -218,7 +223,7 @@ class DDPModelParallelStrategy(DDPStrategy):
             return self._call_step("training_step", arguments)
 
     def _call_step(self, name: str, arguments: Sequence[Any]) -> Any:
-        """Call the step `name` for each micro-batch; return the combined output."""
+        """Call the step with this name for each micro-batch; return the combined output."""
         if self.micro_batches == 1:
             return super()._call_step(name, arguments)
         assert self.task is not None

@@ -1,1 +1,1 @@
-"""Pipeline parallelism along the mesh axis `pipeline`."""
+"""Pipeline parallelism along the `pipeline` axis of a mesh."""

@@ -45,7 +45,12 @@ class BatchRun:
         together: Ranks,
         is_masked: bool,
     ) -> None:
-        """`pieces`: maximum number of micro-batches. `together`: pipelines that run in lockstep with this one."""
+        """Prepare to run batches.
+
+        Args:
+            pieces: maximum number of micro-batches.
+            together: pipelines that run in lockstep with this one.
+        """
         self.task, self.schedules, self.interceptor = task, schedules, schedules.interceptor
         batch, *self.arguments = arguments
         run = task.trainer.current_run

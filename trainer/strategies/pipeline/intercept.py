@@ -7,8 +7,8 @@
     last stage, training_step     blocks do nothing, and the last block returns the pipeline's output; the rest of the
                                   step computes the loss and logs values
 
-So a task needs no loss function apart from training_step. In return, a task must not compute anything between blocks,
-because not every process has the values there. The interceptor raises an error if it does.
+Therefore, a task needs no loss function apart from training_step. In return, a task must not compute anything between
+blocks, because not every process has the values there. The interceptor raises an error if it does.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +30,12 @@ class BlockInterceptor:
     """Intercepts calls to a task's blocks, until `close`."""
 
     def __init__(self, stages: Sequence[Sequence[PartBlock]], place: int, stage: nn.Module, relay: BlockRelay) -> None:
-        """`stage`: runs this process's stage, which has the index `place`."""
+        """Intercept the calls to the blocks.
+
+        Args:
+            stage: object that runs this process's stage.
+            place: index of this process's stage.
+        """
         self.blocks = [block for stage in stages for block in stage]
         self.stage_of = [index for index, stage in enumerate(stages) for _ in stage]
         self.place, self.stage, self.relay = place, stage, relay

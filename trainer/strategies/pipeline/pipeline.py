@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 class PipelineMeshStrategy(MeshStrategy):
-    """One process per device, on a mesh with the axes data, shard, tensor and pipeline.
+    """One process per device, on a mesh with data, shard, tensor and pipeline axes.
 
     Replicas are divided along `data` and `shard`; parameters, gradients and optimizer states are sharded along `shard`.
     Processes along `tensor` work on the same batches, each with its shard of the layers. Processes along `pipeline`
@@ -54,9 +54,14 @@ class PipelineMeshStrategy(MeshStrategy):
         split: Split = "auto",
         **options: Any,
     ) -> None:
-        """`pipeline`: number of processes along this axis, or "auto". `micro_batches`: maximum number of micro-batches
-        per batch; None: two per process of the pipeline. `split`: number of blocks in each stage; "auto" balances
-        stages by parameter bytes. Also takes the arguments of MeshStrategy.
+        """Set the strategy's options.
+
+        Args:
+            pipeline: number of processes along this axis, or "auto".
+            micro_batches: maximum number of micro-batches per batch; None selects two per process of the pipeline.
+            split: number of blocks in each stage; "auto" balances stages by parameter bytes.
+
+        Also accepts the arguments of MeshStrategy.
         """
         super().__init__(**options)
         self.asked["pipeline"] = pipeline
@@ -76,7 +81,7 @@ class PipelineMeshStrategy(MeshStrategy):
 
     # --- processes --------------------------------------------------------------------------------------------------
     def join(self, place: Place, devices: Sequence[torch.device], precision: str | int) -> None:
-        """Join the process group and make the mesh; raises ConfigError for options that a pipeline does not support."""
+        """Join the process group and make the mesh. Raises ConfigError for options that a pipeline does not support."""
         stages = fit_sizes(self.asked, place.world_size, place.nodes).pipeline
         if stages > 1:
             check_counts(self.split, stages)
@@ -134,7 +139,7 @@ class PipelineMeshStrategy(MeshStrategy):
         return super().prepare(task, optimizers)
 
     def finish(self) -> None:
-        """Give every process the full task, on the host; every rank calls it."""
+        """Give every process the full task, on the host. All ranks must call this."""
         if self.schedules is None or self.task is None:
             super().finish()
             return

@@ -4,8 +4,8 @@ A process alternates between forward and backward passes, which limits the micro
 Narayanan et al., 2019, https://arxiv.org/abs/1806.03377). A batch with fewer micro-batches than stages runs all
 forward passes first, then all backward passes (GPipe: Huang et al., 2019, https://arxiv.org/abs/1811.06965).
 
-torch fixes the shapes of activations in the first run of a schedule, so each batch shape has its own schedule, for
-example a short last batch.
+torch fixes the shapes of activations in the first run of a schedule, so each batch shape, such as that of a short last
+batch, has its own schedule.
 """
 
 import inspect
@@ -67,7 +67,11 @@ class StageOwners:
     """Maps each parameter and buffer of a task to the stage that owns it."""
 
     def __init__(self, tensors: Sequence[Tensor], stages: Sequence[Sequence[PartBlock]], place: int) -> None:
-        """`place`: the stage of this process."""
+        """Map the tensors of a task to stages.
+
+        Args:
+            place: the stage of this process.
+        """
         self.tensors, self.place, self.last = tensors, place, len(stages) - 1  # kept alive, so that no id is reused
         self.by_id = {
             id(tensor): place
@@ -93,7 +97,11 @@ class Schedules:
     """The schedules that run this process's stage, one per batch shape."""
 
     def __init__(self, stage: Stage, interceptor: BlockInterceptor, device: torch.device, ranks: Ranks) -> None:
-        """`ranks`: the processes of the pipeline, in the order of their stages."""
+        """Prepare to make schedules.
+
+        Args:
+            ranks: the processes of the pipeline, in the order of their stages.
+        """
         self.stage, self.interceptor, self.device, self.group = stage, interceptor, device, ranks.group
         self.place, self.places = ranks.rank, ranks.size
         self.made: dict[Any, Any] = {}
@@ -114,8 +122,10 @@ class Schedules:
     def run(self, inputs: tuple[Tensor, ...], pieces: int, kind: Any, loss: PieceLoss, cached: bool) -> None:
         """Run forward and backward passes for a batch; gradients accumulate in this stage's parameters.
 
-        `inputs`: the pipeline's input, on the first stage. `kind`: identifies the shapes in the batch, in the same way
-        on all processes. `cached`: True if all processes have a schedule for this kind.
+        Args:
+            inputs: the pipeline's input, on the first stage.
+            kind: identifies the shapes in the batch, in the same way on all processes.
+            cached: True if all processes have a schedule for this kind.
         """
         # both conditions: another process may have dropped its schedule for this kind, and making one is a collective
         old = self.made.pop(kind, None)

@@ -18,7 +18,12 @@ class PipelineStateDicts(MeshStateDicts):
     """State dicts with empty shards in place of other stages' tensors."""
 
     def __init__(self, mesh: MeshStateDicts, owners: StageOwners, stages: Ranks) -> None:
-        """`mesh`: the mesh's state dicts, whose writers this class uses. `stages`: the ranks in the pipeline."""
+        """Set the mesh and the stages.
+
+        Args:
+            mesh: the mesh's state dicts, whose writers this class uses.
+            stages: the ranks in the pipeline.
+        """
         super().__init__(mesh.asked)
         self.writers, self.owners, self.stages = mesh.writers, owners, stages
 
