@@ -1,1 +1,1 @@
-"""Compatibility with programs that were written for other trainers. No other package of Legato imports it."""
+"""Compatibility with programs written for other trainers. No other package in Legato imports this one."""

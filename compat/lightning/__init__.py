@@ -1,8 +1,8 @@
-"""Lightning's public module tree, built on Legato: in a program's imports, put `legato.compat.` before `lightning`.
+"""Lightning's public module tree, built on Legato. In a program's imports, put `legato.compat.` before `lightning`.
 
-`pytorch_lightning` is `legato.compat.lightning.pytorch`. The packages `pytorch` and `fabric` re-export the
-implementations in the modules beside them. `install()`, or the command `legato lightning train.py`, makes
-`import lightning` import this package.
+`pytorch_lightning` becomes `legato.compat.lightning.pytorch`. The `pytorch` and `fabric` packages re-export the
+implementations in the modules beside them. After `install()`, or under the command `legato lightning train.py`,
+`import lightning` imports this package.
 """
 
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""Accelerators: device types as classes, which programs for Lightning pass and query."""
+"""Accelerators: device types as classes, which programs written for Lightning pass and query."""
 
 from functools import partial
 from inspect import getmembers, isclass
@@ -13,17 +13,17 @@ from .placeholders import UnsupportedError
 
 
 class Accelerator(str):
-    """A device type. It is also a string, its name, so `trainer.accelerator` can be used as either."""
+    """A device type. Also a string with the type's name, so that `trainer.accelerator` can be used as either."""
 
     kind = ""
     """The device type, as passed to `Trainer(accelerator=)`."""
 
     def __new__(cls) -> "Accelerator":
-        """Create the string, which subclasses of CPUAccelerator, CUDAAccelerator and MPSAccelerator inherit."""
+        """Create the string with the device type's name, which subclasses of the accelerators below inherit."""
         return super().__new__(cls, cls.kind)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle only the class."""
+        """Pickle the accelerator by its class alone."""
         return type(self), ()
 
     def setup_device(self, device: torch.device) -> None:
@@ -42,7 +42,7 @@ class Accelerator(str):
             torch.cuda.empty_cache()
 
     def get_device_stats(self, device: Any) -> dict[str, Any]:
-        """Return torch's memory statistics for a CUDA device; empty for other types."""
+        """Return torch's memory statistics for a CUDA device, or an empty dict for other types."""
         return torch.cuda.memory_stats(device) if self.kind == "cuda" else {}
 
     @classmethod
@@ -140,7 +140,7 @@ def read_devices(devices: Any) -> Any:
 
 
 class AcceleratorConnector:
-    """The devices that a Trainer's arguments select, under the private names that packages read. Has nothing else."""
+    """The devices that a Trainer's arguments select, under the private names that packages read, and nothing else."""
 
     strategy: Any = None
     """The trainer's strategy, if the connector belongs to a trainer."""
@@ -168,7 +168,7 @@ class AcceleratorConnector:
 
 
 def register_classes(registry: Any, method: str, module: ModuleType, parent: type) -> None:
-    """Let each subclass of `parent` in a module register itself, if it overrides `method`."""
+    """Let each subclass of `parent` in a module register itself if the subclass overrides `method`."""
     for _, kind in getmembers(module, isclass):
         if issubclass(kind, parent) and getattr(kind, method, None) is not getattr(parent, method, None):
             getattr(kind, method)(registry)

@@ -127,7 +127,7 @@ def log_ambiguous_limits(settings: Mapping[str, Any]) -> None:
 
 
 def is_collection(logger: Any) -> bool:
-    """Return whether the argument is a collection of loggers."""
+    """Return whether the `logger` argument is a collection of loggers."""
     return isinstance(logger, Iterable) and not isinstance(logger, Logger)
 
 
@@ -168,7 +168,7 @@ def _accelerator(wanted: Any) -> Any:
 
 
 def _precision(wanted: Any, argument: Any, accelerator: str) -> Any:
-    """Return Lightning's name for a precision. `argument`: the value of `precision=`, if `wanted` is from a plugin."""
+    """Return Lightning's name for a precision. If `wanted` comes from a plugin, `argument` is `precision=`."""
     if str(argument) in ("16", "16-mixed") and find_devices(accelerator, "auto")[0].type == "cpu":
         # most float16 kernels for the CPU are much slower than float32 kernels
         rank_zero_warn(f"Trainer(precision={argument!r}) on the CPU uses 'bf16-mixed', as in Lightning.")

@@ -41,7 +41,7 @@ class Values(dict[str, Any]):
 class LoggedMetrics(Values):
     """The values passed to loggers, as tensors.
 
-    Values that only rank 0 logs are not shared between ranks. They appear in `callback_metrics` on rank 0.
+    Values that only rank 0 logs are not shared between ranks. They appear only in rank 0's `callback_metrics`.
     """
 
     def __init__(self, trainer: "TrainerAttributes", values: Mapping[str, Any]) -> None:
@@ -58,7 +58,7 @@ class LoggedMetrics(Values):
 
 
 class MetricsOfProcess(Values):
-    """Values that all ranks share, some replaced by this process's newer ones. Values set by a program are shared."""
+    """Values that all ranks share, some replaced by newer local values. Values that a program sets count as shared."""
 
     def __init__(self, agreed: dict[str, Any], local: Mapping[str, Any]) -> None:
         super().__init__({**agreed, **local})
@@ -121,7 +121,7 @@ class TrainerAttributes(OwnParts, Trainer):
 
     @property
     def received_sigterm(self) -> bool:
-        """Whether the run has been asked to end."""
+        """Whether the run has received a request to end."""
         return self.run is not None and bool(self.run.preemption.signal)
 
     @property
@@ -150,7 +150,7 @@ class TrainerAttributes(OwnParts, Trainer):
 
     @property
     def step_is_ending(self) -> bool:
-        """Whether a step is counted before its last batch: in on_train_batch_end, and in validation during fit."""
+        """Whether the step counter is ahead of the last batch: in on_train_batch_end, and in validation during fit."""
         run, state = self.run, self.state
         if run is None or not self.in_epoch or not state.epoch_steps:
             return False
@@ -190,7 +190,7 @@ class TrainerAttributes(OwnParts, Trainer):
 
     @property
     def optimizers(self) -> "list[Optimizer]":
-        """The optimizers of the run, which may be set during the run, or of the latest fit."""
+        """The optimizers of the run or, without a run, of the latest fit. Can be set during a run."""
         # the optimizers of the latest fit stay readable in a later test, whose run has none
         current = [] if self.run is None else super().optimizers
         return current or list(self.fitted[0])
@@ -201,13 +201,13 @@ class TrainerAttributes(OwnParts, Trainer):
 
     @property
     def lr_scheduler_configs(self) -> list[Any]:
-        """The schedulers of the run, or of the latest fit."""
+        """The schedulers of the run or, without a run, of the latest fit."""
         current = [] if self.run is None else super().lr_scheduler_configs
         return list(current or self.fitted[1])
 
     @property
     def manual_optimizers(self) -> list[ManualOptimizer]:
-        """The optimizers as the run, or the latest fit, passes them to the module."""
+        """The optimizers in the form in which the run, or the latest fit, passes them to the module."""
         optimizers = [] if self.run is None else super().optimizers
         if not optimizers:
             return [LightningOptimizer(optimizer) for optimizer in self.fitted[0]]
@@ -243,7 +243,7 @@ class TrainerAttributes(OwnParts, Trainer):
 
     @property
     def log_dir(self) -> str | None:
-        """The folder of the first logger, or its save_dir if it writes no files; the root folder if there is none."""
+        """The folder of the first logger, or `save_dir` of a logger that writes no files. Default: the root folder."""
         if not self.loggers:
             return str(self.default_root_dir)
         first = self.loggers[0]
@@ -271,7 +271,7 @@ class TrainerAttributes(OwnParts, Trainer):
         return MetricsOfProcess(agreed, local) if local else agreed
 
     def newest_agreed(self) -> "dict[str, Tensor]":
-        """Return the values that all ranks share, for joint decisions. With one process, they are up to date."""
+        """Return the values that all ranks share, for joint decisions. With one process, they are the newest ones."""
         self._read_newest()
         return self.agreed_metrics
 
@@ -298,7 +298,7 @@ class TrainerAttributes(OwnParts, Trainer):
         self.__dict__["_progress_bar_metrics"] = value
 
     def show_local(self, values: "dict[str, float]") -> None:
-        """Show values in `callback_metrics` that other processes do not have."""
+        """Add values to `callback_metrics` that other processes do not have."""
         tensors = {name: torch.tensor(value) for name, value in values.items()}
         if self.world_size == 1:
             self.agreed_metrics.update(tensors)
@@ -331,7 +331,7 @@ class TrainerAttributes(OwnParts, Trainer):
 
     # --- data -------------------------------------------------------------------------------------------------------
     def _loaders(self, word: str) -> Any:
-        """Return the loaders of a kind as the program passed them; a CombinedLoader is unwrapped."""
+        """Return the loaders of a kind as the program passed them, but with a CombinedLoader unwrapped."""
         loaders = None if self.run is None else self.run.data.loaders.get(word)
         if loaders is None and self.run is not None and word in self.lengths and not self.run.loop.open:
             source = self.run.datamodule or self.run.task  # the loaders are gone with their worker processes
@@ -382,7 +382,7 @@ class TrainerAttributes(OwnParts, Trainer):
 
     @property
     def enable_validation(self) -> bool:
-        """Whether fit validates. Before the loaders exist: whether they were passed, or a method creates them."""
+        """Whether fit validates. Before the loaders exist, whether they were passed or a method creates them."""
         run, task = self.run, self.lightning_module
         if run is None or not self.limit_val_batches:
             return False

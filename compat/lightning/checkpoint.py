@@ -1,9 +1,9 @@
 """Checkpoints in Lightning's format: a file of plain containers and tensors, which `torch.load` reads.
 
 The file has Lightning's keys. The additional state that Legato needs for an exact resume (replicas, positions in the
-data, sums of the epoch, fingerprint) is stored under the `legato` key, which Lightning ignores. Values that are code,
-such as a module among the hyperparameters, are stored in place as nested pickles: `torch.load` reads them with
-weights_only=False, and `read` leaves them out unless this process has written them.
+data, sums of the epoch, fingerprint) is stored under the `legato` key, which Lightning ignores. Values that contain
+code, such as a module among the hyperparameters, are stored as nested pickles. `torch.load` reads these pickles with
+weights_only=False. `read` leaves them out unless this process has written them.
 """
 
 import hashlib
@@ -47,7 +47,7 @@ load_pickle: Any = torch.UntypedStorage(0).__reduce__()[0]
 
 
 class Code:
-    """A value that `torch.load` would reject, stored as a nested pickle that is not read."""
+    """A value that `torch.load` would reject, stored as a nested pickle, which weights_only=True does not unpickle."""
 
     def __init__(self, pickled: bytes) -> None:
         self.pickled = pickled
@@ -59,7 +59,7 @@ class Code:
 
 # --- what a file may hold ---------------------------------------------------------------------------------------------
 def _plain_classes() -> list[Any]:
-    """Return classes, beyond those torch allows, whose objects hold values and run no code when they are read."""
+    """Return further classes to allow in addition to torch's: their objects hold values and run no code when read."""
     kinds = {type(np.dtype(code)) for code in np.typecodes["All"] if code not in "OVM"}
     classes: list[Any] = [timedelta, PosixPath, np.ndarray, np.dtype, *kinds]
     # a nested pickle is not read
@@ -169,7 +169,7 @@ def _with_averages(saved: Mapping[str, Any]) -> dict[str, Any]:
 def with_hyperparameters(contents: Mapping[str, Any], owners: Mapping[str, Any]) -> dict[str, Any]:
     """Return contents with hyperparameters in the program's form: code, and OmegaConf containers.
 
-    Values that a hook has changed are kept. `owners`: the module and data module, by the prefix of their keys.
+    Values that a hook has changed are kept. `owners` maps the prefixes of keys to the module and data module.
     """
     contents = dict(contents)
     for prefix, owner in owners.items():
@@ -213,7 +213,7 @@ def write(path: Path, saved: dict[str, Any]) -> None:
 
 
 def write_module(path: Path, module: Any) -> None:
-    """Write a file with the weights of a module that belongs to no run."""
+    """Write a file with the weights of a module that is not part of a run."""
     write(path, {"state_dict": module.state_dict(), LIGHTNING: FORMAT_VERSION})
 
 
@@ -275,7 +275,7 @@ def run_of(path: Path) -> str | None:
 
 
 def in_one_piece(value: Any, ranks: Any) -> Any:
-    """Return nested values with all sharded tensors gathered on rank 0. Every rank in `ranks` calls it."""
+    """Return nested values with all sharded tensors gathered on rank 0. Every rank in `ranks` must call this."""
     block = value if isinstance(value, ShardBlock) else shard_block(value) if isinstance(value, Tensor) else None
     if block is not None:
         parts = ranks.gather_objects((block.offset, block.block.cpu()))
@@ -300,7 +300,7 @@ class LightningFile:
         """The weights_only value that the program passed for reading the checkpoint."""
 
     def name(self, step: int) -> str:
-        """Return the path of the checkpoint that a run saves when it is asked to end, as in Lightning."""
+        """Return the path of the checkpoint that a run saves on a request to end, as in Lightning."""
         return os.path.join(os.path.abspath(self.trainer.default_root_dir), f"hpc_ckpt_{step}.ckpt")
 
     def write(self, path: Path, contents: Mapping[str, Any], ranks: Any, run: str) -> None:
@@ -318,7 +318,8 @@ class LightningFile:
     def read(self, path: Path, ranks: Any, names: Collection[str], in_parts: Collection[str]) -> dict[str, Any]:
         """Read a checkpoint from Legato or Lightning, or the weights in another program's file.
 
-        The weights are the averages, if there are any, unless a callback of this run continues with them.
+        If the checkpoint has averaged weights, they become the weights, unless a callback of this run continues the
+        averaging.
         """
         contents = self._read(path, ranks, names, in_parts)
         added = self.trainer.current_run.task.configure_callbacks() or []
@@ -328,7 +329,7 @@ class LightningFile:
         return contents
 
     def load_states(self) -> None:
-        """Load the states of the data module and callbacks from the evaluated checkpoint, once, as Lightning does."""
+        """Load the states of data module and callbacks from the evaluated checkpoint. Does so once, as in Lightning."""
         data, callbacks = self.states or (None, {})
         self.states = None
         if data and self.trainer.datamodule is not None:

@@ -36,7 +36,7 @@ CLASS_PATH = re.compile(rf"\b{re.escape(ROOT)}(\.\w+)+")
 
 
 class ReduceLROnPlateau(torch.optim.lr_scheduler.ReduceLROnPlateau):
-    """ReduceLROnPlateau that knows the name of its monitored metric."""
+    """ReduceLROnPlateau with the name of the monitored metric as an attribute."""
 
     def __init__(self, optimizer: Optimizer, monitor: str, *args: Any, **kwargs: Any) -> None:
         super().__init__(optimizer, *args, **kwargs)
@@ -52,7 +52,7 @@ LRSchedulerCallable = Callable[[Optimizer], LRScheduler | ReduceLROnPlateau]
 
 
 class LightningArgumentParser(ArgumentParser):  # type: ignore[misc]
-    """jsonargparse's parser, with arguments of modules, callbacks, optimizers and schedulers."""
+    """jsonargparse's parser, with arguments for modules, callbacks, optimizers and schedulers."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class LightningArgumentParser(ArgumentParser):  # type: ignore[misc]
     def add_lightning_class_args(
         self, lightning_class: Any, nested_key: str, subclass_mode: bool = False, required: bool = True
     ) -> list[str]:
-        """Add the arguments of a trainer, module, data module or callback class; return their names.
+        """Add the arguments of a trainer, module, data module or callback class, and return the names.
 
         Raises MisconfigurationException for any other class.
         """
@@ -171,7 +171,7 @@ class SaveConfigCallback(Callback):
         self.already_saved = True
 
     def save_config(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Save the config elsewhere. Subclasses override it; rank 0 calls it."""
+        """Save the config elsewhere. Called on rank 0. Does nothing by default; subclasses may override it."""
 
 
 class LightningCLI:
@@ -221,7 +221,7 @@ class LightningCLI:
 
     # --- the parser -------------------------------------------------------------------------------------------------
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
-        """Return a parser with the `--config` option, which writes Lightning's version at the start of a config."""
+        """Return a parser with the `--config` option. It writes Lightning's version at the start of each config."""
         kwargs.setdefault("dump_header", [f"lightning.pytorch=={VERSION}"])
         parser = self.parser_class(**kwargs)
         help_text = "Path to a configuration file in json or yaml format."
@@ -248,7 +248,7 @@ class LightningCLI:
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """Return the subcommands, with the arguments that the command line does not accept."""
+        """Return the subcommands, each with the method's arguments that the command line does not accept."""
         loaders = {"model", "dataloaders", "datamodule"}
         fit = {"model", "train_dataloaders", "val_dataloaders", "datamodule"}
         return {"fit": fit, "validate": loaders, "test": loaders, "predict": loaders}
@@ -279,7 +279,7 @@ class LightningCLI:
         parser.add_lightning_class_args(data, "data", subclass_mode=self.subclass_mode_data, required=needed)
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add or link arguments. Subclasses override it."""
+        """Add or link arguments. Does nothing by default; subclasses may override it."""
 
     @staticmethod
     def link_optimizers_and_lr_schedulers(parser: LightningArgumentParser) -> None:
@@ -298,7 +298,7 @@ class LightningCLI:
         self.config = parser.parse_object(args) if values else parser.parse_args(args)
 
     def _take_hyperparameters(self) -> None:
-        """Use the hyperparameters in the checkpoint on the command line as defaults for the module."""
+        """Use the hyperparameters in the checkpoint that the command line names as defaults for the module."""
         path = None if self.subcommand is None else self.config[self.subcommand].get("ckpt_path")
         # "last" and "best" are names that the trainer resolves later
         if not path or not Path(path).exists():
@@ -337,9 +337,9 @@ class LightningCLI:
             for key, kind, subclasses in wanted
         ]
 
-    # --- what is made -----------------------------------------------------------------------------------------------
+    # --- the objects ------------------------------------------------------------------------------------------------
     def before_instantiate_classes(self) -> None:
-        """Run before objects are created. Subclasses override it."""
+        """Called before objects are created. Subclasses may override it."""
 
     def instantiate_classes(self) -> None:
         """Create the module, data module and trainer."""
@@ -349,7 +349,7 @@ class LightningCLI:
         self.trainer = self.instantiate_trainer()
 
     def after_instantiate_classes(self) -> None:
-        """Run after objects are created. Subclasses override it."""
+        """Called after objects are created. Subclasses may override it."""
 
     def instantiate_trainer(self, **kwargs: Any) -> Any:
         """Return the trainer, with the callbacks from the command line and the callback that saves the config."""
@@ -378,7 +378,7 @@ class LightningCLI:
         return [optimizer], [lr_scheduler]
 
     def _give_model_optimizers(self) -> None:
-        """Let the module return the optimizer from the command line. Raises MisconfigurationException for several."""
+        """Make the module return the command line's optimizer. Raises MisconfigurationException for several."""
         parser = self._parsers[self.subcommand]
         groups = [
             {key: kinds for key, (kinds, target) in keys.items() if target == "AUTOMATIC"}
@@ -416,7 +416,7 @@ class LightningCLI:
 
     # --- the run ----------------------------------------------------------------------------------------------------
     def _run_subcommand(self, subcommand: str) -> None:
-        """Call the method of the trainer or of this class with that name, between `before_` and `after_`."""
+        """Call the method of this name on the trainer or this class, between the `before_` and `after_` methods."""
         getattr(self, f"before_{subcommand}", lambda: None)()
         function = getattr(self, subcommand, None) or getattr(self.trainer, subcommand)
         config = self.config_init[subcommand]
@@ -440,7 +440,7 @@ def accepts(function: Callable[..., Any], name: str) -> bool:
 
 
 def class_of(function: Callable[..., Any]) -> type:
-    """Return a class that takes a function's arguments and creates the function's result."""
+    """Return a class that takes a function's arguments and whose constructor returns the function's result."""
     created_class: type = class_from_function(function)
     return created_class
 

@@ -32,13 +32,13 @@ class DataLoaderSource(Connector):
 
     @property
     def instance(self) -> Any:
-        """The loaders that the program passed, or else the data module or the module."""
+        """The loaders that the program passed, otherwise the data module or the module."""
         loader = None if self.trainer.run is None else self.trainer.run.request_loaders.get(self.word)
         return self.owner if loader is None else loader
 
     @property
     def owner(self) -> Any:
-        """The data module, or else the module."""
+        """The data module, or the module if there is none."""
         return self.trainer.datamodule or self.trainer.lightning_module
 
     def is_module(self) -> bool:
@@ -62,7 +62,7 @@ class CheckpointConnector(Connector):
     """The contents of a checkpoint."""
 
     def dump_checkpoint(self, weights_only: bool | None = None) -> dict[str, Any]:
-        """Return the contents of a Lightning checkpoint of the current state, on rank 0. Every rank calls it."""
+        """Return the contents of a Lightning checkpoint of the current state on rank 0. Every rank must call this."""
         with TemporaryDirectory() as folder:
             path = Path(folder, "contents.ckpt")
             self.trainer.saver.save(path, bool(weights_only), False)
@@ -81,7 +81,7 @@ class LoggerConnector(Connector):
 
     @property
     def metrics(self) -> dict[str, Any]:
-        """The three collections of metrics, by who reads them."""
+        """The metrics for callbacks, for loggers and for the progress bar."""
         return {"callback": self.callback_metrics, "log": self.logged_metrics, "pbar": self.progress_bar_metrics}
 
     def reset_metrics(self) -> None:

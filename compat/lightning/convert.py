@@ -26,7 +26,7 @@ def run_convert(arguments: Namespace) -> None:
 def convert_checkpoint(source: Path, target: Path) -> tuple[int, int]:
     """Convert a checkpoint, or the newest complete one in a folder, to Lightning's format. Return its epoch and step.
 
-    Raises CheckpointError if there is no checkpoint, or if `target` exists or has a wrong suffix.
+    Raises CheckpointError if there is no checkpoint, if `target` exists, or if `target` has a wrong suffix.
     """
     storage.require_new(target)
     if target.suffix != SUFFIX:

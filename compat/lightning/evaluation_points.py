@@ -1,4 +1,4 @@
-"""EvaluationPoints: values that evaluation steps log with `on_step`, for which Lightning writes a point per batch."""
+"""EvaluationPoints: writes the values that evaluation steps log with `on_step`, one point per batch as in Lightning."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ class EvaluationPoints:
             hooks[name] = (*hooks[name], self.write)
 
     def note(self, name: str, value: Any, shown: bool, logged: bool) -> None:
-        """Store a number or a one-element tensor that a step logs. Metric objects have a value only per epoch."""
+        """Store a number or a one-element tensor that a step logs. Metric objects have a value only once per epoch."""
         if isinstance(value, (int, float, Tensor)):
             self.newest[name] = value.detach() if isinstance(value, Tensor) else value, shown, logged
 

@@ -30,8 +30,8 @@ HELPERS = {"alias_below", "inner_name", "placeholders"}
 def alias_below(package: str, paths: str) -> None:
     """Register a package in sys.modules under the paths of Lightning's modules in that package.
 
-    The package defines the names of all of these modules without a conflict, so it can replace each of them. Also
-    sets the package's `__all__` to its public names.
+    The package defines the names of all these modules without conflicts, so it can stand in for each of them. This
+    function also sets the package's `__all__` to its public names.
     """
     module = sys.modules[package]
     names = [name for name, value in vars(module).items() if name[0] != "_" and not isinstance(value, ModuleType)]
@@ -45,7 +45,7 @@ def alias_below(package: str, paths: str) -> None:
 def inner_name(package: str) -> Callable[[str], Any]:
     """Return the `__getattr__` of a package: version and package constants, common names, and placeholders.
 
-    Private names become placeholders, as does every name below lightning.fabric, whose classes Legato does not have.
+    Private names become placeholders, and so do all names below lightning.fabric, since Legato lacks those classes.
     """
     # programs import many classes of Fabric only for annotations
     any_name = package.startswith(f"{ROOT}.fabric")
@@ -77,7 +77,7 @@ def inner_name(package: str) -> Callable[[str], Any]:
 
 
 def placeholders(package: str, names: str, way_out: str) -> list[Any]:
-    """Return placeholders for names of a package; using one raises an error with the sentence `way_out`."""
+    """Return placeholders for names of a package. Using a placeholder raises an error that ends with `way_out`."""
     return [make_placeholder(package, name, way_out) for name in names.split()]
 
 

@@ -1,4 +1,4 @@
-"""Starts a script's ranks: as in Lightning, this process is rank 0 and reruns the script for every other rank.
+"""Starts a script's ranks. As in Lightning, this process is rank 0, and the script is rerun for every other rank.
 
 Attributes that `fit` sets on the module, callbacks and trainer remain, as in a single-process run.
 """
@@ -34,7 +34,7 @@ def starts_script(strategy: Any) -> bool:
 
 
 def is_started() -> bool:
-    """Return whether this script's ranks are running, in which case this module has set the launcher variables."""
+    """Return whether this script's ranks are running. If so, this module has set the launcher's variables."""
     return get_variable(RANKS) is not None
 
 
@@ -66,12 +66,12 @@ _failed = threading.Event()
 
 
 def note_failure() -> None:
-    """Record that a run in this process has failed, so that its exit waits only briefly for the other ranks."""
+    """Record that a run in this process has failed. At exit, the process then waits only briefly for other ranks."""
     _failed.set()
 
 
 def _watch(children: "list[subprocess.Popen[bytes]]") -> None:
-    """End this process and the other ranks if a rank has failed, unless the run prints its report first."""
+    """If a rank has failed, end this process and the other ranks, unless the run prints its own report first."""
     while any(child.poll() is None for child in children):
         failed = [rank for rank, child in enumerate(children, 1) if child.poll()]
         if failed:
@@ -87,7 +87,7 @@ def _watch(children: "list[subprocess.Popen[bytes]]") -> None:
 
 
 def _wait_for(children: "list[subprocess.Popen[bytes]]") -> None:
-    """Wait for the other ranks at the end of the script; after a failed run, only for a limited time."""
+    """Wait for the other ranks at the end of the script. After a failed run, wait only for a limited time."""
     ends = time.monotonic() + SECONDS_TO_END
     for child in children:
         try:
@@ -103,7 +103,7 @@ def _end(children: "list[subprocess.Popen[bytes]]") -> None:
 
 
 def _follow(rank_0: int) -> None:
-    """End this rank some time after rank 0 is killed, because rank 0 hosts the rendezvous store."""
+    """End this rank some time after rank 0 has been killed, since rank 0 hosts the rendezvous store."""
     while os.getppid() == rank_0:  # the parent of an orphaned process changes
         time.sleep(0.5)
     time.sleep(SECONDS_TO_END)

@@ -1,4 +1,4 @@
-"""The progress of a run in Lightning's checkpoint files: read from Lightning's files, and written to Legato's."""
+"""Converts a run's progress: reads it from Lightning's checkpoint files, and writes it in Lightning's form."""
 
 import logging
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ TRAINED, AVERAGING = "current_model_state", "averaging_state"
 
 # --- reading ----------------------------------------------------------------------------------------------------------
 def contents_of(trainer: Any, path: Path, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert a Lightning file to the contents of a Legato checkpoint, and log what the file lacks.
+    """Convert a Lightning file to the contents of a Legato checkpoint. Log which parts are missing from the file.
 
     The contents keep Lightning's keys, which the program's hooks may read.
     """
@@ -57,9 +57,10 @@ def _log_progress(trainer: Any, path: Path, saved: Mapping[str, Any], progress: 
 def progress_of(saved: Mapping[str, Any], automatic: bool, accumulate: int) -> dict[str, Any]:
     """Return the fields of `State` that a Lightning file determines.
 
-    After a checkpoint at the end of an epoch, whose schedulers have stepped, the run continues with the next epoch. The
-    batches of an unfinished accumulation window, whose gradients were not applied, are trained again. Raises
-    CheckpointError if the file does not store the progress of its run.
+    If the checkpoint was saved at the end of an epoch, after the schedulers stepped, the run continues with the next
+    epoch. Batches of an unfinished accumulation window are trained again, since their gradients were not applied.
+
+    Raises CheckpointError if the file does not store the progress of its run.
     """
     try:
         fit = saved["loops"]["fit_loop"]
@@ -161,7 +162,7 @@ def _counts(count: int, *more: str) -> dict[str, int]:
 
 
 def _batches(total: int, current: int, behind: int, is_last: bool) -> dict[str, Any]:
-    """Return the progress of batches, `behind` of which are processed but not completed."""
+    """Return the progress of batches in Lightning's form. `behind` batches are processed but not completed."""
     progress = {}
     for name, count in (("total", total), ("current", current)):
         progress[name] = {**_counts(count, "started", "processed"), "completed": count - behind}

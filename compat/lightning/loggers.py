@@ -64,7 +64,7 @@ class PlacesPoints:
     """The running trainer; None if it is not Lightning's Trainer."""
 
     def log_point(self, values: Mapping[str, float], step: int) -> None:
-        """Write a point at the latest step; after `fit`, at the number of steps; or at a logged "step"."""
+        """Write a point at the logged "step", if any; otherwise, at the latest step (after `fit`, the step count)."""
         this: Any = self
         trainer, values = self.trainer_of_points, dict(values)
         # in Lightning, a logged "step" becomes the x-axis, and the epoch is omitted
@@ -79,7 +79,7 @@ class PlacesPoints:
 
 
 class FabricLogger(PlacesPoints, WithoutFiles, logger.Logger, ABC):
-    """Base class of loggers as in lightning.fabric: a class may derive from this class and from Logger."""
+    """Base class of loggers as in lightning.fabric. A class may derive from both this class and Logger."""
 
     @property
     @abstractmethod
@@ -182,12 +182,12 @@ class DummyLogger(Logger):
 class FolderOfLogger:
     """The folder of a logger: `save_dir/name/version_N`, or `save_dir/name/version` for a string version.
 
-    It uses the logger's attributes, which subclasses override as properties. If no version is set, the first access
-    chooses the next free `version_N`.
+    The folder follows from the logger's attributes, which subclasses may override as properties. If no version is set,
+    the first access chooses the next free `version_N`.
 
     Args:
-        logger: the logger.
-        kind: its class in this module, whose `log_dir` is not overridden.
+        logger: The logger.
+        kind: The logger's class in this module. Its own `log_dir` does not count as an override.
     """
 
     def __init__(
@@ -201,7 +201,7 @@ class FolderOfLogger:
 
     @property
     def version(self) -> int | str:
-        """The version: the one that was set, the next free one, or the one that a subclass chooses."""
+        """The version that was set or that a subclass chooses; by default, the next free version."""
         # on first access, so that an unused logger takes no number
         if self._version is None:
             self._version = self.logger._get_next_version()
@@ -227,12 +227,12 @@ class FolderOfLogger:
         return Path(self._start, self.logger.log_dir if is_overridden else self.log_dir)
 
     def choose(self, resume: bool) -> None:
-        """Choose the version if none is set: the newest on a resume, otherwise the next free one."""
+        """Choose a version if none is set: on a resume, the newest; otherwise, the next free version."""
         if self._version is None and resume:
             self._version = max(self.versions(), default=0)
 
     def follow(self, directory: Path) -> None:
-        """Take the version from a folder that another process chose, if the folder belongs to this logger."""
+        """Adopt the version of a folder that another process chose, if the folder belongs to this logger."""
         # a concurrent run may have created another version since
         if self._version is None and directory.parent == self._root:
             number = directory.name.removeprefix("version_")
@@ -248,7 +248,7 @@ class FolderOfLogger:
 
 
 class FolderParts(PlacesPoints, logger.Logger):
-    """Base class of loggers with their own folder, which programs read and set by these names."""
+    """Base class of loggers with a folder of their own. Programs read and set the folder's parts by these names."""
 
     own_folder: FolderOfLogger | None = None
     """The folder of the logger; None: the run directory."""
@@ -287,7 +287,7 @@ class FolderParts(PlacesPoints, logger.Logger):
         return os.path.join(self.own_folder.log_dir, self.sub_dir or "").rstrip("/")
 
     def open(self, run_dir: Path, resume_step: int | None) -> None:
-        """Start writing, to the folder of the logger if it has one."""
+        """Start writing to the logger's own folder if it has one, otherwise to `run_dir`."""
         if self.own_folder is not None:
             self.own_folder.choose(resume_step is not None)
             run_dir = self.own_folder.path
@@ -309,7 +309,7 @@ class FolderParts(PlacesPoints, logger.Logger):
 
 
 class TensorBoardLogger(FolderParts, tensorboard.TensorBoardLogger):
-    """Writes event files and `hparams.yaml` to `save_dir/name/version/sub_dir`, which it opens on first use."""
+    """Writes event files and `hparams.yaml` to `save_dir/name/version/sub_dir`. Opens the folder on first use."""
 
     LOGGER_JOIN_CHAR, NAME_HPARAMS_FILE = "-", "hparams.yaml"
 
@@ -361,7 +361,7 @@ class TensorBoardLogger(FolderParts, tensorboard.TensorBoardLogger):
         super().log_metrics(with_prefix(self.prefix, scalars), step or 0)
 
     def log_hyperparams(self, params: Any, metrics: Any = None, step: int | None = None) -> None:
-        """Record hyperparameters, and the metrics to show beside them: a dict, or the value of `hp_metric`."""
+        """Record hyperparameters, and the metrics to show beside them: a dict or, for `hp_metric`, a single value."""
         hparams = as_dict(params)
         self.hparams.update(hparams)
         values = metrics if metrics is None or isinstance(metrics, Mapping) else {"hp_metric": metrics}
@@ -434,7 +434,7 @@ class ExperimentWriter:
         self._writer.log_hyperparams(params)
 
     def log_metrics(self, metrics_dict: Mapping[str, Any], step: int | None = None) -> None:
-        """Write a row; without a step, at the number of rows."""
+        """Write a row. If `step` is None, the number of rows becomes the step."""
         # Lightning's CSVLogger calls this method
         csv_file.CSVLogger.log_metrics(self._writer, metrics_dict, self._rows if step is None else step)
         self._rows += 1
@@ -445,7 +445,7 @@ class ExperimentWriter:
 
 
 class CSVLogger(FolderParts, csv_file.CSVLogger):
-    """Writes `metrics.csv` and `hparams.yaml` to `save_dir/name/version`, which it opens on first use."""
+    """Writes `metrics.csv` and `hparams.yaml` to `save_dir/name/version`. Opens the folder on first use."""
 
     LOGGER_JOIN_CHAR, group_separator = "-", "/"
 
@@ -465,7 +465,7 @@ class CSVLogger(FolderParts, csv_file.CSVLogger):
         self._has_written = False
 
     def open(self, run_dir: Path, resume_step: int | None) -> None:
-        """Open the file; keep the file of another run under this version beside it."""
+        """Open the file. If another run has written one for this version, rename that file first."""
         super().open(run_dir, resume_step)
         path, begins = self._path, resume_step is None and not self._has_written
         self._has_written = True
@@ -476,7 +476,7 @@ class CSVLogger(FolderParts, csv_file.CSVLogger):
             rank_zero_warn(f"{path.parent} contains the metrics of another run, which were renamed to {backup.name}.")
 
     def follow(self, run_dir: Path) -> None:
-        """Store the folder of rank 0, so that a later run of the parent process appends to this file."""
+        """Store rank 0's folder, so that a later run of the parent process appends to the same file."""
         super().follow(run_dir)
         self._has_written = True
 
@@ -661,12 +661,12 @@ class WandbLogger(PlacesPoints, WithoutFiles, wandb.WandbLogger):
             super().log_hyperparams(sanitize_callables(as_dict(params)))
 
     def log_text(self, key: str, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
-        """Raise UnsupportedError for Lightning's arguments; the config, which a run logs as text, is left out."""
+        """Raise UnsupportedError for Lightning's arguments. Ignores the config that a run logs as text."""
         if kwargs or not isinstance(args[0], str):
             raise UnsupportedError(f"WandbLogger.log_text: {LOG_OBJECTS}")
 
     def log_image(self, key: str, images: list[Any], step: int | None = None, **kwargs: Any) -> None:
-        """Write images; further arguments, such as `caption`, are lists with a value for each image."""
+        """Write images. Other arguments, such as `caption`, must be lists with one value per image."""
         import wandb
 
         each = [{name: values[index] for name, values in kwargs.items()} for index in range(len(images))]
@@ -686,7 +686,7 @@ for kind in (TensorBoardLogger, CSVLogger, MLFlowLogger, WandbLogger):
 def scan_checkpoints(
     checkpoint_callback: Any, logged_model_time: Mapping[str, float]
 ) -> list[tuple[float, str, Any, str]]:
-    """Return time, path, score and kind of a callback's checkpoints that were written after the given times."""
+    """Return time, path, score and kind of each of a callback's checkpoints that is newer than the given time."""
     scores = {
         checkpoint_callback.last_model_path: (checkpoint_callback.current_score, "latest"),
         checkpoint_callback.best_model_path: (checkpoint_callback.best_model_score, "best"),
@@ -699,7 +699,7 @@ def scan_checkpoints(
 def folder_of_run(trainer: Any) -> Path | None:
     """Return the first logger's folder, or the next lightning_logs/version_N; None without loggers.
 
-    Also None on ranks above 0, which receive the folder from rank 0.
+    On all other ranks, returns None too, since they receive the folder from rank 0.
     """
     place = find_place(trainer.cluster)
     if trainer.fast_dev_run or not trainer.loggers or (place is not None and place.rank > 0):

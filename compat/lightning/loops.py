@@ -1,4 +1,4 @@
-"""Loops: the progress of a trainer under the names that programs read. They run nothing."""
+"""Loops: expose a trainer's progress under the names that programs read. These objects do not run anything."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -58,7 +58,7 @@ class OptimizerProgress(Counts):
 
     @property
     def optimizer(self) -> "OptimizerProgress":
-        """This object: there is a single count for all optimizers."""
+        """This object itself, since there is a single count for all optimizers."""
         return self
 
     @property
@@ -152,7 +152,7 @@ class TrainingEpochLoop(Loop):
 
     @property
     def _batches_that_stepped(self) -> int:  # private in Lightning; many programs read and set it
-        """Number of batches after which optimizers stepped: the x-axis of logs. Updated after on_train_batch_end."""
+        """Number of batches after which optimizers stepped; the x-axis of logs. Updated after on_train_batch_end."""
         return self.trainer.state.global_step - self.trainer.step_is_ending + self.trainer.logged_ahead
 
     @_batches_that_stepped.setter
@@ -206,7 +206,7 @@ class Optimizing(Loop):
 
     @property
     def optim_progress(self) -> OptimizerProgress:
-        """Completed steps, as `optimizer_steps`."""
+        """Completed steps, in the attribute `optimizer_steps`."""
         return OptimizerProgress(step=self.optim_step_progress)
 
     @property
@@ -217,7 +217,7 @@ class Optimizing(Loop):
 
 
 class EvaluationLoop(Loop):
-    """The batches in a validation or test; a subclass may override how results are printed."""
+    """The batches in a validation or test. Subclasses may override the way in which results are printed."""
 
     def __init__(
         self,
@@ -237,7 +237,7 @@ class EvaluationLoop(Loop):
         print_results(results, stage)
 
     def show_results_of(self, run: Callable[[], list[dict[str, float]]], verbose: bool) -> list[dict[str, float]]:
-        """Run an evaluation and return its results; print them if `verbose` is set."""
+        """Run an evaluation, and return the results. If `verbose` is set, print them too."""
         # Lightning returns the values passed to loggers, Legato returns every value
         results = only_logged(run(), self.trainer.logged_metrics)
         if verbose and self.trainer.is_global_zero:
@@ -329,7 +329,7 @@ class PredictionLoop(Loop):
 
     @property
     def epoch_batch_indices(self) -> list[list[Any]]:
-        """The dataset indices of each batch so far, with one list per loader, if a callback writes predictions."""
+        """If a callback writes predictions, the dataset indices of each batch so far, in one list per loader."""
         return [[] for _ in range(self.num_dataloaders)] if self._writer is None else self._writer.kept_for_epoch()[1]
 
     @property

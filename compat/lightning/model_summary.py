@@ -33,7 +33,7 @@ class LayerSummary:
         self.detach_hook()
 
     def detach_hook(self) -> None:
-        """Remove the hook that waits for a call."""
+        """Remove the hook that records the shapes in a forward call."""
         if self._hook is not None:
             self._hook.remove()
 
@@ -57,9 +57,9 @@ class LayerSummary:
 
 
 class ModelSummary:
-    """The layers of a module down to `max_depth` (-1: all, 0: none); its string is a table.
+    """The layers of a module down to `max_depth` (-1: all, 0: none). `str()` returns a table.
 
-    If the module has `example_input_array`, it is called with it once, to record shapes and operations.
+    A module with an `example_input_array` is called once with this input, to record shapes and operations.
     """
 
     def __init__(self, model: Any, max_depth: int = 1) -> None:
@@ -138,7 +138,7 @@ class ModelSummary:
 
     @property
     def total_training_modes(self) -> dict[str, int]:
-        """Numbers of modules in training and in evaluation mode."""
+        """The numbers of modules in training mode and in evaluation mode."""
         modes = [module.training for module in self.model.modules()][1:]
         return {"train": modes.count(True), "eval": modes.count(False)}
 
@@ -170,7 +170,7 @@ class ModelSummary:
 
     @property
     def flop_counts(self) -> dict[str, dict[Any, int]]:
-        """The operations of each layer, by kind."""
+        """The number of operations in each layer, by kind."""
         counts, root = self._counter.get_flop_counts(), type(self.model).__name__
         return {name: dict(counts.get(f"{root}.{name}", {})) for name in self.layer_names}
 

@@ -38,7 +38,7 @@ DataSelf = TypeVar("DataSelf", bound="LightningDataModule")
 
 
 class OfClass(classmethod):  # type: ignore[type-arg]
-    """A class method that raises an error if it is called on an instance, since it would not change the instance."""
+    """A class method that raises an error if called on an instance, since such a call would not change the instance."""
 
     def __get__(self, instance: Any, kind: Any = None) -> Any:
         method = super().__get__(instance, kind)
@@ -68,7 +68,7 @@ def hyperparameters_of(kind: type, values: dict[str, Any]) -> Iterator[None]:
 
 
 class AttributeDict(hyperparameters.AttributeDict):
-    """A dict whose keys are also attributes. Its string has a line for each key."""
+    """A dict whose keys are also attributes. `str()` returns one line per key."""
 
     def __getattr__(self, key: str) -> Any:
         try:
@@ -96,7 +96,7 @@ def copied(value: Any) -> Any:
 
 
 def differ(first: Any, second: Any) -> bool:
-    """Return whether two hyperparameters differ; tensors differ unless they are the same object."""
+    """Return whether two hyperparameters differ. Tensors are equal only if they are the same object."""
     if type(first) is not type(second) or isinstance(first, torch.Tensor):
         return first is not second
     return bool(first != second)
@@ -137,9 +137,9 @@ class InitialHyperparameters:
         self.__dict__["_hparams_initial"] = copied(this.hparams)
 
     def logged_hyperparameters(self) -> dict[str, Any] | None:
-        """Return the hyperparameters in their saved form, even if empty; None if they are not to be logged.
+        """Return the hyperparameters in their saved form (possibly empty), or None to log none.
 
-        Raises RuntimeError if module and data module have saved different values under the same name.
+        Raises RuntimeError if the module and the data module have saved different values under the same name.
         """
         this: Any = self
         is_wanted = getattr(this.trainer, "enable_autolog_hparams", True)  # not an attribute of Legato's Trainer
@@ -243,7 +243,7 @@ class LightningModule(InitialHyperparameters, Task):
             (getattr(bar, "print", print) if shown else print)(*args, **kwargs)
 
     def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
-        """Gather `data` from all ranks into stacked tensors; on a single process, only convert numbers to tensors."""
+        """Gather `data` from all ranks into stacked tensors. With a single process, only convert numbers to tensors."""
         if self.trainer.world_size == 1:
             return apply_to_collection(data, (int, float), torch.as_tensor, device=self.device)
         return super().all_gather(data, group, sync_grads)
@@ -328,7 +328,7 @@ class LightningModule(InitialHyperparameters, Task):
 
     @contextmanager
     def toggled_optimizer(self, optimizer: Any) -> Iterator[None]:
-        """Require gradients only for the parameters of `optimizer` in this context."""
+        """In this context, enable gradients only for `optimizer`'s parameters."""
         self.toggle_optimizer(optimizer)
         try:
             yield
@@ -336,7 +336,7 @@ class LightningModule(InitialHyperparameters, Task):
             self.untoggle_optimizer(optimizer)
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Call `configure_sharded_model` as `configure_model`, its newer name."""
+        """If a class defines `configure_sharded_model`, call it as `configure_model`, its newer name."""
         super().__init_subclass__(**options)
         if "configure_sharded_model" in vars(cls):
             if "configure_model" in vars(cls):
@@ -377,7 +377,7 @@ class LightningModule(InitialHyperparameters, Task):
     def to_torchscript(
         self, file_path: Any = None, method: str | None = "script", example_inputs: Any = None, **kwargs: Any
     ) -> Any:
-        """Return torch.jit's script or trace of the module, and save it to `file_path`.
+        """Return the module as scripted or traced by torch.jit. If `file_path` is set, also save the result there.
 
         Raises ValueError for any other method, and for a trace without inputs.
         """
@@ -414,7 +414,7 @@ class LightningModule(InitialHyperparameters, Task):
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
-        """Remove the trainer, whose attributes torch would follow, and switch to evaluation mode."""
+        """In this context, remove the trainer, whose attributes torch would traverse, and use evaluation mode."""
         # torch.jit and the exporter follow every attribute, and the trainer leads to loggers and files
         modes, trainer = [(module, module.training) for module in self.modules()], self.__dict__.pop("_trainer", None)
         self.eval()
@@ -440,7 +440,7 @@ class LightningModule(InitialHyperparameters, Task):
         weights_only: bool | None = None,
         **kwargs: Any,
     ) -> Self:
-        """Build the module from a checkpoint, which is read with weights_only=True unless the program passes False."""
+        """Build the module from a checkpoint. Reads it with weights_only=True unless the program passes False."""
         if not hasattr(checkpoint_path, "read"):
             require_checkpoint(checkpoint_path)
         saved = read(checkpoint_path, "cpu" if map_location is None else map_location, weights_only)
@@ -452,7 +452,7 @@ class LightningModule(InitialHyperparameters, Task):
 def builder(kind: Any, values: Mapping[str, Any]) -> Any:
     """Return the callable that creates an object: the class, or a function for hyperparameters of a LightningCLI.
 
-    Raises ValueError for a class that was not imported, because a checkpoint must not import anything.
+    Raises ValueError if a class has not been imported, since a checkpoint must not cause imports.
     """
     if values.get("_instantiator") != INSTANTIATOR:
         return kind
@@ -472,7 +472,7 @@ def builder(kind: Any, values: Mapping[str, Any]) -> Any:
 
 
 def with_config(kind: type, saved: Mapping[str, Any], updates: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments with the OmegaConf config that contained all hyperparameters, updated by `updates`."""
+    """Return arguments that include the OmegaConf config of all hyperparameters, updated by `updates`."""
     config: Any = saved.get("hyper_parameters")
     parameters = inspect.signature(kind).parameters
     name = str(saved.get("hparams_name"))
@@ -512,7 +512,7 @@ class LightningDataModule(InitialHyperparameters, DataModule):
         num_workers: int = 0,
         **datamodule_kwargs: Any,
     ) -> DataSelf:
-        """Create a data module with a loader for each dataset, or for each dataset in a list or dict."""
+        """Create a data module with one loader per dataset. An argument may be a list or dict of datasets."""
         wanted = {"batch_size": batch_size, "num_workers": num_workers}
         parameters = inspect.signature(cls.__init__).parameters
         takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
@@ -563,7 +563,7 @@ def _sizes(make_loaders: Any) -> str:
 
 
 class _Loaders:
-    """A loader method for passed datasets, as a class, so that a data module can be sent to other processes."""
+    """A loader method for passed datasets. A class, so that the data module can be sent to other processes."""
 
     def __init__(self, data: Any, shuffle: bool, options: dict[str, Any]) -> None:
         self.data, self.shuffle, self.options = data, shuffle, options

@@ -20,10 +20,10 @@ def do_nothing_closure() -> None:
 
 
 class LightningOptimizer(ManualOptimizer):
-    """An optimizer in a run. Its class is named LightningNAME and derives from the torch class NAME.
+    """An optimizer in a run. The class is named LightningNAME and derives from the torch class NAME.
 
-    Programs replace `_on_before_step` and `_on_after_step`. With a replaced `_on_after_step`, a step is not counted, so
-    that with two optimizers only one counts.
+    Programs replace `_on_before_step` and `_on_after_step`. If `_on_after_step` is replaced, steps are not counted. A
+    program with two optimizers uses this to count the steps of only one.
     """
 
     _on_before_step: Callable[[], Any] = staticmethod(do_nothing_closure)  # both are private in Lightning
@@ -96,7 +96,7 @@ def without_unknown_keys(returned: Any) -> Any:
 
 
 class SampleWeights:
-    """Weights by samples: in Lightning, a "weight" in the output of training_step has no meaning."""
+    """Weights batches by their number of samples. In Lightning, "weight" in training_step's output has no meaning."""
 
     used = False
     """Whether batches have weights that differ from their number of samples."""
@@ -105,7 +105,7 @@ class SampleWeights:
         self.strategy = trainer.strategy
 
     def begin_step(self) -> None:
-        """Do nothing: the number of samples of a step is known."""
+        """Do nothing, since the number of samples in a step is known."""
 
     forget = begin_step
 

@@ -9,7 +9,7 @@ from .module import LightningDataModule, LightningModule
 
 
 def is_overridden(method_name: str, instance: object | None = None, parent: type[object] | None = None) -> bool:
-    """Return whether the class of an object overrides a method of `parent`, by default a Lightning class.
+    """Return whether an object's class overrides a method of `parent`. Default: the object's Lightning class.
 
     Raises ValueError if `parent` is None and the object is not an instance of a Lightning class.
     """

@@ -1,4 +1,4 @@
-"""Placeholders: names that can be imported, subclassed and used as types; any other use raises an error with advice."""
+"""Placeholders: names to import, subclass or use as types. Any other use raises an error with advice."""
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ class UnsupportedAttributeError(UnsupportedError, AttributeError):
 
 
 class Placeholder(type):
-    """The metaclass of placeholders: calling one, or reading an attribute of it, raises UnsupportedError."""
+    """The metaclass of placeholders. Calling a placeholder or reading its attributes raises UnsupportedError."""
 
     way_out: str
 
@@ -30,7 +30,7 @@ class Placeholder(type):
 
 
 def make_placeholder(module: str, name: str, way_out: str) -> Placeholder:
-    """Return a placeholder for a name of `module`; using it raises an error with the sentence `way_out`."""
+    """Return a placeholder for a name in `module`. Using it raises an error that ends with `way_out`."""
     return Placeholder(name, (), {"__module__": module, "__doc__": f"Placeholder: {way_out}", "way_out": way_out})
 
 
@@ -51,14 +51,14 @@ def overridden(owner: object, names: Iterable[str]) -> list[str]:
 
 
 def refuse_overrides(instance: object, names: Iterable[str], way_out: str) -> None:
-    """Raise UnsupportedError if a class of the program overrides methods that Lightning calls and Legato does not."""
+    """Raise UnsupportedError if a program's class overrides methods that Lightning calls but Legato does not."""
     ignored = overridden(instance, names)
     if ignored:
         raise UnsupportedError(f"{type(instance).__name__}.{', '.join(ignored)} would never be called: {way_out}")
 
 
 class OwnParts:
-    """An object whose private Lightning attributes have no equivalent here; reading one raises an error with advice."""
+    """An object without Lightning's private attributes. Reading such an attribute raises an error with advice."""
 
     if not TYPE_CHECKING:  # otherwise a type checker would accept every name
 

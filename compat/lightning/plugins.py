@@ -48,7 +48,7 @@ class Precision:
     def clip_gradients(
         self, optimizer: Any, clip_val: int | float = 0.0, gradient_clip_algorithm: str | Enum = "norm"
     ) -> None:
-        """Clip the gradients of an optimizer's parameters; 0 disables clipping."""
+        """Clip the gradients of an optimizer's parameters. A value of 0 disables clipping."""
         # in Lightning, 0 disables clipping
         if clip_val > 0:
             word = getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm)
@@ -111,7 +111,7 @@ OWN_PRECISION = (
 
 # --- environments -----------------------------------------------------------------------------------------------------
 class ClusterEnvironment:
-    """This process's rank and node, as a launcher set them. Legato itself reads the launcher's variables."""
+    """This process's rank and node in a launcher's environment. Legato reads the launcher's variables itself."""
 
     cluster = "auto"
     """The value of Trainer's `cluster`."""
@@ -205,7 +205,7 @@ class TorchSyncBatchNorm(LayerSync):
         return synchronized
 
     def revert(self, model: nn.Module) -> nn.Module:
-        """Return the model unchanged: a run restores the layers that it replaced."""
+        """Return the model unchanged, since a run itself restores the layers that it replaces."""
         return model
 
 

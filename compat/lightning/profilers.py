@@ -35,8 +35,8 @@ class Profiler(ABC):
     """Base class of profilers: `start` and `stop` surround each action, and `summary` returns the report.
 
     Args:
-        dirpath: the folder for files; None: the run directory.
-        filename: the prefix of file names; None: log the report.
+        dirpath: Folder for files. None: the run directory.
+        filename: Prefix of file names. None: log the report instead.
     """
 
     # class attributes, for profilers of programs that do not call this constructor
@@ -76,7 +76,7 @@ class Profiler(ABC):
         self.stage, self.rank, self.dirpath = stage, local_rank, self.dirpath or log_dir
 
     def teardown(self, stage: str | None) -> None:  # noqa: B027 (a hook, not an abstract method)
-        """Called when a run has ended, after `describe`."""
+        """Called at the end of a run, after `describe`."""
 
     def describe(self) -> None:
         """Write the report to the file, or log it on local rank 0."""
@@ -163,15 +163,15 @@ class PyTorchProfiler(Profiler):
     """Records torch operators, and writes traces `*.pt.trace.json` for TensorBoard and Perfetto.
 
     Args:
-        group_by_input_shapes: show a row for each combination of input shapes; needs `record_shapes=True`.
-        emit_nvtx: mark operators for Nsight instead; run under `nsys profile`.
-        export_to_chrome: write the trace.
-        row_limit: maximum number of rows in the table; -1: all.
-        sort_by_key: column to sort by; None: the total time on the GPU, or on the CPU without a GPU.
-        record_module_names: name each module in the trace.
-        table_kwargs: further arguments of the table.
-        profiler_kwargs: arguments of `torch.profiler.profile`. Without `schedule`, records steps 3 to 5 of each stage,
-            after one step to wait and one to warm up; with fewer than 5 steps, records all steps.
+        group_by_input_shapes: Show a row for each combination of input shapes. Requires `record_shapes=True`.
+        emit_nvtx: Mark operators for Nsight instead. Requires that the program runs under `nsys profile`.
+        export_to_chrome: Write the trace.
+        row_limit: Maximum number of rows in the table. -1: all.
+        sort_by_key: Column to sort by. None: the total time on the GPU or, without a GPU, on the CPU.
+        record_module_names: Show the name of each module in the trace.
+        table_kwargs: Further arguments for the table.
+        profiler_kwargs: Arguments for `torch.profiler.profile`. Without `schedule`, steps 3 to 5 of each stage are
+            recorded, after one step of waiting and one of warmup. In a stage with fewer than 5 steps, all are recorded.
 
     Raises ConfigError for an unknown `sort_by_key` or a `schedule` that is not callable, and KeyError for unknown
     `table_kwargs`.
@@ -313,7 +313,7 @@ PROFILERS: dict[str, type[Profiler]] = {"simple": SimpleProfiler, "pytorch": PyT
 
 
 def make_profiler(wanted: str | Profiler | None) -> Profiler:
-    """Return the profiler with a name, a passed profiler unchanged, or, for None, a profiler that measures nothing.
+    """Return the profiler with this name. A Profiler is returned unchanged; None returns one that measures nothing.
 
     Raises ConfigError for an unknown name.
     """
@@ -327,7 +327,7 @@ def make_profiler(wanted: str | Profiler | None) -> Profiler:
 class Profiling(Callback):
     """Measures runs with a profiler: loading, steps, backward passes, optimizers, and all hooks.
 
-    It writes the report of a stage when the stage ends.
+    Writes a report at the end of each stage.
     """
 
     def __init__(self, profiler: Profiler) -> None:

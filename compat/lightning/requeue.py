@@ -8,7 +8,7 @@ from ...base.place import find_place
 
 
 def is_requeued_by_default() -> bool:
-    """Return whether srun started this process: Lightning's trainer then requeues its job."""
+    """Return whether srun started this process. Lightning's trainer requeues such jobs by default."""
     place = find_place()
     return place is not None and place.origin == "slurm"
 

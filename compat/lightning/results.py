@@ -12,7 +12,7 @@ NARROWEST = 25
 
 
 def only_logged(results: Sequence[dict[str, float]], logged: Container[str]) -> list[dict[str, float]]:
-    """Return the results that loggers also get; for a value that is also logged per step, the name NAME_epoch."""
+    """Return the results that loggers also get. A value that is also logged per step is named NAME_epoch."""
     return [{name: value for name, value in metrics.items() if name in logged} for metrics in results]
 
 

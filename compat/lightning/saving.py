@@ -35,7 +35,7 @@ def load_hparams_from_yaml(config_yaml: str | Path, use_omegaconf: bool = True) 
 
 
 def save_hparams_to_yaml(config_yaml: str | Path, hparams: Any, use_omegaconf: bool = True) -> None:
-    """Write hyperparameters to a YAML file; values that YAML cannot represent become strings.
+    """Write hyperparameters to a YAML file. Values that YAML cannot represent become strings.
 
     Raises RuntimeError if the folder does not exist, and TypeError for an object that is not a mapping.
     """

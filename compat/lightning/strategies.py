@@ -96,7 +96,7 @@ class Strategy(strategy.Strategy):
         return TorchCheckpointIO()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Write a dict like torch.save on rank 0, completely or not at all."""
+        """On rank 0, write a dict as torch.save does, but atomically."""
         if self.is_global_zero:
             self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options)
 
@@ -139,7 +139,7 @@ class Strategy(strategy.Strategy):
         return self.collectives.gather_objects(obj if self.place.rank == src else None)[src]
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce a tensor over all ranks; return any other object unchanged."""
+        """Reduce a tensor over all ranks. Any other object is returned unchanged."""
         # Lightning returns other objects unchanged, and programs rely on it
         if not isinstance(tensor, Tensor) or self.place.world_size == 1:
             return tensor
@@ -154,7 +154,7 @@ class Strategy(strategy.Strategy):
         return reduced / self.place.world_size if word in ("mean", "avg") else reduced
 
     def all_gather(self, tensor: Any, group: Any = None, sync_grads: bool = False) -> Any:
-        """Return the tensors of all ranks, stacked; on a single process, the tensor itself."""
+        """Return the tensors of all ranks, stacked. With a single process, return the tensor itself."""
         if self.place.world_size == 1 or self.task is None:
             return tensor
         return self.task.all_gather(tensor, group, sync_grads)
@@ -165,7 +165,7 @@ class Strategy(strategy.Strategy):
 
 
 class CheckpointIO(ABC):
-    """Base class of checkpoint I/O. A Trainer accepts none, because Legato writes its checkpoints itself."""
+    """Base class of checkpoint I/O plugins. A Trainer does not accept them, since Legato writes its own checkpoints."""
 
     @abstractmethod
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
@@ -187,7 +187,7 @@ class TorchCheckpointIO(CheckpointIO):
     """Reads and writes files in Lightning's format, for programs that handle checkpoint contents themselves."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        """Write a dict like torch.save, completely or not at all."""
+        """Write a dict as torch.save does, but atomically."""
         write(Path(path), checkpoint)
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
@@ -201,7 +201,7 @@ class TorchCheckpointIO(CheckpointIO):
 
 
 class OwnBackward(strategy.Strategy):
-    """Accepts backward calls of a program in addition to those of the run; the first base class of the strategies."""
+    """Accepts a program's `backward` calls in addition to the run's. Must be the first base class of a strategy."""
 
     def backward(
         self,
@@ -324,8 +324,8 @@ def options_of_ddp(
 ) -> dict[str, Any]:
     """Return options of DistributedDataParallel. jsonargparse reads this signature to find the keys of a config.
 
-    `static_graph` has no effect: in torch, it only saves time. With or without `broadcast_buffers`, all ranks have the
-    buffers of rank 0 after each step.
+    `static_graph` has no effect, since it only saves time in torch. After each step, all ranks have the buffers of rank
+    0, with or without `broadcast_buffers`.
     """
     options = dict(locals())
     del options["static_graph"], options["broadcast_buffers"]
@@ -356,9 +356,11 @@ class FSDPStrategy(OwnBackward, FullyShard, ParallelStrategy):
         device_mesh: Any = None,
         **kwargs: Any,
     ) -> None:
-        """`auto_wrap_policy`: a set of classes to wrap; by default, Legato selects blocks by size.
+        """Create the strategy.
 
-        `state_dict_type` has no effect: a checkpoint has a file per rank, and any number of processes can read it.
+        Args:
+            auto_wrap_policy: Set of module classes to wrap. By default, Legato selects blocks by size.
+            state_dict_type: No effect. A checkpoint has a file per rank, and any number of processes can read it.
         """
         refused = {"mixed_precision": mixed_precision, "device_mesh": device_mesh, **kwargs}
         for name, value in refused.items():
@@ -448,7 +450,7 @@ CLASSES: dict[str, type[Strategy]] = {
 
 
 def _check_overrides(wanted: Strategy) -> None:
-    """Raise UnsupportedError for a strategy with methods that a run would not call."""
+    """Raise UnsupportedError if a strategy overrides methods that a run would not call."""
     launching = overridden(wanted, LAUNCHING)
     if LAUNCHER not in launching:
         refuse_overrides(wanted, CALLED_BY_LIGHTNING, OWN_STRATEGY)
@@ -491,7 +493,7 @@ def read_strategy(wanted: Any) -> Any:
 
 
 def with_attributes(instance: strategy.Strategy, wanted: Any) -> Any:
-    """Convert a strategy created from a name or a mapping to a class with Lightning's attributes."""
+    """Convert a strategy that was created from a name or mapping to a class with Lightning's attributes."""
     if instance is wanted or instance.name not in CLASSES:
         return instance
     options = {name: value for name, value in wanted.items() if name != "name"} if isinstance(wanted, dict) else {}

@@ -67,13 +67,13 @@ HIGHEST_SEED = 1 << 32
 
 
 def without_defaults(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Leave out arguments that are None, Lightning's usual default, if Legato has a different default."""
+    """Leave out arguments that are None (Lightning's usual default) if Legato's default is different."""
     # here None means to count batches across epochs
     return {name: value for name, value in arguments.items() if value is not None or name == "check_val_every_n_epoch"}
 
 
 class FitAsLightning(Callback):
-    """Adds hooks that make a fit behave as in Lightning; leaves the trainer's callbacks before the program's setup."""
+    """Adds hooks that make a fit behave as in Lightning. Removes itself from the trainer's callbacks in `setup`."""
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Add the hooks to those of the run."""
@@ -168,7 +168,7 @@ class Trainer(TrainerAttributes):
         return {"checkpoint_format": self.files, **place}
 
     def _show_arguments(self, arguments: dict[str, Any], algorithm: str | None) -> None:
-        """Set up objects that a program reads under fast_dev_run, and resolve values that a fit would choose."""
+        """Create the objects that a program reads under fast_dev_run, and resolve values that a fit would choose."""
         if algorithm is None:  # as for hooks
             self.gradient_clip_algorithm = None  # type: ignore[assignment]
         if not self.fast_dev_run:
@@ -189,7 +189,7 @@ class Trainer(TrainerAttributes):
         self._checkpoint_connector, self._logger_connector = CheckpointConnector(self), LoggerConnector(self)
         self._callback_connector = CallbackConnector(self)
 
-    # --- what this Trainer chooses ----------------------------------------------------------------------------------
+    # --- choices of this Trainer ------------------------------------------------------------------------------------
     def new_state(self) -> TrainerState:
         """Return the state of a fit, which continues from the end of the last one."""
         last = self.state
@@ -201,9 +201,9 @@ class Trainer(TrainerAttributes):
         return state
 
     def check(self, *owners: Any) -> None:
-        """Warn about methods with names that resemble hooks; raise TaskError for hooks with wrong arguments.
+        """Warn about methods whose names resemble hooks. Raises TaskError if a hook has wrong arguments.
 
-        Lightning callbacks get the `log` and `log_dict` of the module for the duration of the call.
+        For the duration of the call, Lightning callbacks get the module's `log` and `log_dict`.
         """
         if self.fit_as_lightning not in self.callbacks:  # it left the callbacks after the last run
             self.callbacks.insert(0, self.fit_as_lightning)
@@ -216,7 +216,7 @@ class Trainer(TrainerAttributes):
 
     # --- the loop ---------------------------------------------------------------------------------------------------
     def disable_checks(self) -> None:
-        """Disable checks and batch weights that conflict with programs for Lightning.
+        """Disable the checks and batch weights that conflict with programs written for Lightning.
 
         Raises MisconfigurationException if max_epochs is less than the number of epochs in the checkpoint.
         """
@@ -235,7 +235,7 @@ class Trainer(TrainerAttributes):
         self.epoch_is_cut, self.in_epoch = False, True
 
     def hide_modes(self) -> None:
-        """Hide evaluation mode from Legato's loop: in Lightning, each module keeps its mode."""
+        """Hide evaluation mode from Legato's loop, since each module keeps its mode in Lightning."""
         # by name, because on_fit_start may have replaced a submodule
         self.modes_before = {name: submodule.training for name, submodule in self.lightning_module.named_modules()}
         if self.current_run.training_data.rounds:  # otherwise on_train_start does not run to restore the modes
@@ -265,11 +265,11 @@ class Trainer(TrainerAttributes):
         self.epoch_is_cut, self.in_epoch = is_cut, False
 
     def evaluate(self, stage: str, limit: int | None = None, keep_outputs: bool = False) -> None:
-        """Evaluate all loaders once. A fit validates under no_grad, so that a step can enable gradients.
+        """Evaluate all loaders once. During fit, validates under no_grad, so that a step can enable gradients.
 
-        Before a validation during training, the values of the latest step are published, for callbacks that use them
-        at its end, and the module clears its gradients. If on_train_batch_start has skipped the rest of an epoch, the
-        epoch ends without a validation.
+        Before a validation during training, the module clears its gradients. The values of the latest step are
+        published, for callbacks that use them at the end of the validation. If on_train_batch_start has skipped the
+        rest of an epoch, the epoch ends without a validation.
         """
         run = self.current_run
         if run.stage == "fit" and run.loop.doing == "validation":
@@ -376,7 +376,7 @@ class Trainer(TrainerAttributes):
         storage_options: Any = None,
         asynchronous: bool = False,
     ) -> None:
-        """Write a checkpoint of the current state. Every rank calls it. Raises AttributeError before a run."""
+        """Write a checkpoint of the current state. Every rank must call this. Raises AttributeError before a run."""
         if storage_options is not None:
             raise UnsupportedError("save_checkpoint: remove storage_options. Checkpoints are plain files.")
         module = vars(self.strategy).get("_lightning_module")  # public packages set a module before a run in this way
@@ -398,7 +398,7 @@ class Trainer(TrainerAttributes):
 
     @contextmanager
     def _status(self, function: TrainerFn) -> Iterator[None]:
-        """Record in `state` what is running and how it ended, and apply the seed."""
+        """Record in `state` which stage is running and how it ended, and apply the seed."""
         place, seed = find_place(self.cluster), torch.initial_seed()
         if not self.running and (place is None or place.origin != "legato"):  # set in worker processes
             count = self.strategy.local_processes(self.device_list)
@@ -429,14 +429,14 @@ class Trainer(TrainerAttributes):
         self.state.status = TrainerStatus.FINISHED
 
     def _choose_limits(self) -> None:
-        """Choose the limits of epochs that were not set."""
+        """Choose the epoch limits that were not set."""
         if self.max_epochs is None:
             self.max_epochs = 1000 if self.max_steps == -1 and self.max_time is None else -1
         if self.min_epochs is None:
             self.min_epochs = int(self.min_steps is not None)
 
     def _prepare(self, method: str, model: Any, **data: Any) -> None:
-        """Set the module of the strategy, and let callbacks search for a setting before the run."""
+        """Set the strategy's module, and let callbacks search for settings before the run."""
         module = self.lightning_module if model is None else model
         refuse_old_hooks(method, module)
         if isinstance(self.strategy, Strategy):
@@ -447,7 +447,7 @@ class Trainer(TrainerAttributes):
                 callback.has_searched = True
 
     def _checkpoint(self, path: Any, weights_only: bool | None) -> Any:
-        """Return the checkpoint for a name or path, or the one that was set; None without a checkpoint."""
+        """Return the checkpoint for a name or path, otherwise the checkpoint that was set; None if there is none."""
         self.files.weights_only = weights_only
         path = self.__dict__.get("_ckpt_path") if path is None else path
         if path == "":  # such as the best_model_path of a callback that has saved no checkpoint

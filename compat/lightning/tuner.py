@@ -1,7 +1,7 @@
 """Tuner: searches for a learning rate by a sweep, and for the largest batch size that fits in memory, before a run.
 
-Each search trains a copy of the module with a copy of the trainer. It leaves no trace in the originals, in random
-number generators or on disk.
+Each search trains a copy of the module with a copy of the trainer. The originals, the random number generators and the
+disk are left unchanged.
 """
 
 import copy
@@ -33,11 +33,13 @@ SMOOTHING = 0.98
 class LearningRateSweep(Callback):
     """Raises the learning rate from `lr_min` to `lr_max` and records the smoothed loss of each step.
 
-    mode: "exponential" or "linear".
-    diverges_at: stop when the smoothed loss exceeds the best one by this factor; None: never.
+    Smith, Cyclical Learning Rates for Training Neural Networks (https://arxiv.org/abs/1506.01186).
 
-    After Smith, https://arxiv.org/abs/1506.01186. Raises ConfigError for any other mode, fewer than 2 steps, or rates
-    that do not increase from above 0.
+    Args:
+        mode: "exponential" or "linear".
+        diverges_at: Stop when the smoothed loss exceeds the lowest one by this factor. None: never.
+
+    Raises ConfigError for any other mode, for fewer than 2 steps, or unless 0 < lr_min < lr_max.
     """
 
     def __init__(
@@ -56,7 +58,7 @@ class LearningRateSweep(Callback):
         self._average, self._best, self._losses = 0.0, math.inf, list[float]()
 
     def rate(self, step: int) -> float:
-        """Return the learning rate of a step, from 0."""
+        """Return the learning rate of a step, counted from 0."""
         share = (step + 1) / self.num_training if step else 0.0
         if self.mode == "linear":
             return self.lr_min + share * (self.lr_max - self.lr_min)
@@ -117,7 +119,7 @@ class LearningRateSweep(Callback):
         return finite[int(torch.gradient(losses, spacing=[rates])[0].argmin())]
 
     def suggestion(self, skip_begin: int = 10, skip_end: int = 1) -> float | None:
-        """Return the learning rate at which the loss decreases fastest; None with a message if points are too few."""
+        """Return the learning rate at which the loss decreases fastest. With too few points, log that; return None."""
         step = self.best_step(skip_begin, skip_end)
         if step is None:
             log.error("The sweep has too few points to suggest a learning rate. Use more steps or more data.")
@@ -170,11 +172,11 @@ class Tuner:
         """Return the largest batch size that fits in memory, and set `batch_arg_name` to it.
 
         mode: "power" doubles `init_val` until memory runs out. "binsearch" then bisects between the largest size that
-        fits and the smallest that does not, and reduces the result by the fraction `margin`. The search also ends at a
-        size that includes all of the data.
+            fits and the smallest that does not, and reduces the result by the fraction `margin`. The search also ends
+            at a size that includes all of the data.
 
-        Raises MisconfigurationException for loaders, whose batch size is fixed, for any other mode, if no object has an
-        attribute of that name, or if the smallest size does not fit.
+        Raises MisconfigurationException for any other mode, if loaders are passed (their batch size is fixed), if no
+        object has the attribute `batch_arg_name`, or if the smallest size does not fit.
         """
         data = _data_of(method, train_dataloaders, val_dataloaders, dataloaders, datamodule)
         if mode not in ("power", "binsearch"):
@@ -268,7 +270,7 @@ def _data_of(method: str, train: Any, val: Any, evaluation: Any, datamodule: Any
 
 
 def _largest_size(all_in_one: Callable[[int], bool], mode: str, start: int, trials: int, largest: int) -> int:
-    """Return the largest size at which `all_in_one` fits in memory, or the first at which it returns True."""
+    """Return the largest size at which `all_in_one` fits in memory, or the first size at which it returns True."""
     best, failed, size = 0, 0, min(start, largest)
     for _ in range(trials):
         garbage_collection_cuda()
@@ -302,8 +304,8 @@ def _largest_size(all_in_one: Callable[[int], bool], mode: str, start: int, tria
 def trial_of(trainer: "Trainer", task: Task, *data: Any) -> Iterator[tuple["Trainer", Task]]:
     """Yield a trainer that writes nothing and a copy of the task, and discard both afterwards.
 
-    Restores the random number generators, and the trainer of data modules in `data`. Raises ConfigError if the trainer
-    is running on several processes.
+    Restores the random number generators, and the `trainer` attribute of data modules in `data`. Raises ConfigError if
+    the trainer is running with multiple processes.
     """
     if trainer.running and trainer.world_size > 1:
         raise ConfigError("On several processes, search for a learning rate or batch size before a run, not during it.")
@@ -347,9 +349,9 @@ def _holders(name: str, *owners: Any) -> list[Any]:
 
 
 def holders_of(name: str, *owners: Any) -> list[Any]:
-    """Return the objects that have the attribute, among tasks and data modules in `owners` and their `hparams`.
+    """Return the objects that have the attribute: tasks and data modules in `owners`, and their `hparams`.
 
-    Raises ConfigError if none has it.
+    Raises ConfigError if no object has the attribute.
     """
     holders = _holders(name, *owners)
     if not holders:

@@ -1,4 +1,4 @@
-"""Type names that programs for Lightning use in annotations."""
+"""Type names that programs written for Lightning use in annotations."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -111,7 +111,7 @@ class CollectibleGroup(Protocol):
 
 @runtime_checkable
 class Steppable(Protocol):
-    """An object with a `step`."""
+    """An object with a `step` method."""
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Take a step."""

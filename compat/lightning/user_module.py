@@ -1,4 +1,4 @@
-"""The module that a program passes to a Trainer: results of torch.compile, and hooks of Lightning 1."""
+"""Checks the module that a program passes to a Trainer, which may be compiled or have hooks of Lightning 1."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ HOOKS_OF_LIGHTNING_1 = {
 
 
 def refuse_old_hooks(method: str, module: Any) -> None:
-    """Raise NotImplementedError for a module with a hook of Lightning 1."""
+    """Raise NotImplementedError if a module has a hook of Lightning 1."""
     for name in HOOKS_OF_LIGHTNING_1.get(method, ()):
         if callable(getattr(module, name, None)):
             raise NotImplementedError(

@@ -58,8 +58,9 @@ def get_init_args(frame: FrameType) -> Any:
 def seed_everything(seed: int | None = None, workers: bool = False, verbose: bool = True) -> int:
     """Seed the generators of Python, NumPy and torch, set PL_GLOBAL_SEED, and return the seed.
 
-    seed: None takes PL_GLOBAL_SEED, or 0 if that is not set.
-    workers: stored in PL_SEED_WORKERS; Legato always seeds loader workers by the position of a batch.
+    Args:
+        seed: Seed to use. None: PL_GLOBAL_SEED, or 0 if that variable is not set.
+        workers: Stored in PL_SEED_WORKERS. Legato always seeds loader workers by the position of a batch.
 
     Raises ValueError for a seed that NumPy does not accept.
     """
@@ -116,12 +117,12 @@ def isolate_rng(include_cuda: bool = True) -> Iterator[None]:
 
 
 def move_data_to_device(batch: Any, device: torch.device | str | int) -> Any:
-    """Return a collection with its tensors, and its objects with a method `to`, on a device."""
+    """Return a collection with its tensors, and other objects that have a `to` method, moved to a device."""
     return DataHooks().transfer_batch_to_device(batch, torch.device(device), 0)
 
 
 def recursive_detach(in_dict: Any, to_cpu: bool = False) -> Any:
-    """Return a collection with its tensors detached, and optionally on the CPU."""
+    """Return a collection with its tensors detached and, optionally, moved to the CPU."""
     return apply_to_collection(in_dict, Tensor, lambda tensor: tensor.detach().cpu() if to_cpu else tensor.detach())
 
 
@@ -163,7 +164,7 @@ def grad_norm(module: nn.Module, norm_type: float | int | str, group_separator: 
 def measure_flops(
     model: nn.Module, forward_fn: Callable[[], Tensor], loss_fn: Callable[[Tensor], Tensor] | None = None
 ) -> int:
-    """Return the number of floating-point operations of a forward pass and, with a `loss_fn`, of the backward pass."""
+    """Return the number of floating-point operations in a forward pass and, with `loss_fn`, in the backward pass."""
     with FlopCounterMode(display=False) as counter:
         output = forward_fn()
         if loss_fn is not None:
@@ -234,7 +235,7 @@ def get_filesystem(path: str | Path, **kwargs: Any) -> Any:
 
 
 def load_file(path_or_url: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
-    """Load an object saved with `torch.save` from a path, file or address; weights_only=False may run code."""
+    """Load an object saved with `torch.save` from a path, file or address. With weights_only=False, code may run."""
     from .checkpoint import read
 
     if not isinstance(path_or_url, (str, Path)):

@@ -1,4 +1,4 @@
-"""StochasticWeightAveraging, WeightAveraging and EMAWeightAveraging, with Lightning's arguments and files."""
+"""StochasticWeightAveraging, WeightAveraging and EMAWeightAveraging, with Lightning's arguments and file format."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -40,8 +40,8 @@ OWN_AVERAGES = "Legato computes the averages: pass avg_fn, or override average(a
 class StochasticWeightAveraging(weight_averaging.WeightAveraging, Callback):
     """Averages the weights at the start of each of the last epochs. After `fit`, the module holds the mean.
 
-    From the first of these epochs, the learning rate anneals to `swa_lrs` and stays there, whatever the module's
-    scheduler does. An extra pass over the training data computes the batch norm statistics of the averaged weights.
+    From the first of these epochs, the learning rate anneals to `swa_lrs` and stays there, regardless of the module's
+    scheduler. An extra pass over the training data computes batch norm statistics for the averaged weights.
     Izmailov et al., Averaging Weights Leads to Wider Optima and Better Generalization (arXiv:1803.05407).
     """
 
@@ -85,7 +85,7 @@ class StochasticWeightAveraging(weight_averaging.WeightAveraging, Callback):
 
     @staticmethod
     def avg_fn(averaged_model_parameter: Any, model_parameter: Any, num_averaged: Any) -> Any:
-        """Return the averages after adding a value to the mean."""
+        """Return the mean after adding one more value to it."""
         return averaged_model_parameter + (model_parameter - averaged_model_parameter) / (num_averaged + 1)
 
     def average(self, averages: torch.Tensor, weights: torch.Tensor) -> None:
@@ -146,7 +146,7 @@ class StochasticWeightAveraging(weight_averaging.WeightAveraging, Callback):
             self._set_rates(trainer, trainer.current_epoch + 1)
 
     def _set_rates(self, trainer: "Trainer", epoch: int | None = None) -> None:
-        """Set the learning rates of an epoch (by default the current one), between the previous rates and `swa_lrs`."""
+        """Set the learning rates of an epoch (by default, the current one) between the previous rates and `swa_lrs`."""
         done = (trainer.current_epoch if epoch is None else epoch) - self.swa_start
         share = min(1.0, done / self.annealing_epochs) if self.annealing_epochs else 1.0
         share = (1 - math.cos(math.pi * share)) / 2 if self.annealing_strategy == "cos" else share
@@ -163,7 +163,7 @@ class StochasticWeightAveraging(weight_averaging.WeightAveraging, Callback):
                 self._measure_batch_norms(trainer, task)
 
     def _measure_batch_norms(self, trainer: "Trainer", task: "Task") -> None:
-        """Compute batch norm statistics as the mean over a pass over the training data, without logging."""
+        """Compute batch norm statistics as means over one pass through the training data, without logging."""
         run, steps = trainer.current_run, TrainingSteps(task)
         batches = (item for step in run.training_data.epoch(run.state.epoch) for item in step.batches)
         moved = ((item, item.batch if run.transfer is None else run.transfer(item.batch, 0)) for item in batches)

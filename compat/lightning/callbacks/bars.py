@@ -18,7 +18,7 @@ Number = int | float
 
 
 class ProgressBar(ProgressDisplay, Callback):
-    """Base class for progress bars. It provides each stage's total and description; subclasses display them."""
+    """Base class for progress bars. Provides each stage's total and description, which subclasses display."""
 
     _trainer: "Trainer | None" = None
     _current_eval_dataloader_idx: int | None = None
@@ -79,7 +79,7 @@ class ProgressBar(ProgressDisplay, Callback):
         return before != dataloader_idx
 
     def reset_dataloader_idx_tracker(self) -> None:
-        """Forget the current evaluation loader."""
+        """Reset the record of the current evaluation loader."""
         self._current_eval_dataloader_idx = None
 
     def disable(self) -> None:

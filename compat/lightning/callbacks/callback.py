@@ -17,7 +17,7 @@ EMPTY_HOOKS: set[Any] = set()
 
 
 def with_lightnings_names(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that also accepts its parameter `task` under Lightning's name."""
+    """Return a function whose `task` parameter is also accepted under Lightning's name."""
     parameters = signature(function).parameters.values()
 
     @wraps(function)
@@ -34,7 +34,7 @@ def with_lightnings_names(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def without_empty(calls: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return a hook's calls that have an effect. Calls to callbacks are partials."""
+    """Return those of a hook's calls that have an effect. Calls to callbacks are partials."""
     return tuple(call for call in calls if getattr(getattr(call, "func", None), "__func__", None) not in EMPTY_HOOKS)
 
 
@@ -42,7 +42,7 @@ class Callback(callback.Callback):
     """A Legato callback with Lightning's attributes: `log` and `log_dict` work during a run."""
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Rename the parameters of this package's classes to Lightning's names, also in inherited methods."""
+        """In classes of this package, rename parameters to Lightning's names, also in inherited methods."""
         super().__init_subclass__(**options)
         if cls.__module__.startswith(ROOM):
             name_parameters(cls)

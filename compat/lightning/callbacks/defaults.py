@@ -1,4 +1,4 @@
-"""A Trainer's callbacks: callbacks that a program passes, and callbacks that other arguments add."""
+"""The callbacks of a Trainer: those that a program passes, and those that other arguments add."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -29,7 +29,7 @@ def refuse_same_keys(callbacks: Sequence[Callback]) -> None:
 
 
 def make_callbacks(trainer: Any, arguments: Mapping[str, Any], profiler: Any) -> list[Callback]:
-    """Return the passed callbacks and the callbacks that other arguments add; the added ones log nothing.
+    """Return the passed callbacks and the callbacks that other arguments add. Added callbacks log nothing.
 
     Raises ConfigError for an object that is not a callback.
     """

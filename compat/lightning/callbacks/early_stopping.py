@@ -1,4 +1,4 @@
-"""EarlyStopping, with Lightning's arguments, attributes and check times."""
+"""EarlyStopping, with Lightning's arguments and attributes. Checks at the same times as in Lightning."""
 
 import logging
 import warnings
@@ -74,7 +74,7 @@ class EarlyStopping(early_stopping.EarlyStopping, Callback):
     # --- state ------------------------------------------------------------------------------------------------------
     @property
     def state_key(self) -> str:
-        """A key for each metric and mode."""
+        """Key of this callback's state in a checkpoint, unique to its metric and mode."""
         return self._generate_state_key(monitor=self.monitor, mode=self.mode)
 
     def state_dict(self) -> dict[str, Any]:
@@ -98,7 +98,7 @@ class EarlyStopping(early_stopping.EarlyStopping, Callback):
 
     # --- when to check ----------------------------------------------------------------------------------------------
     def setup(self, trainer: "Trainer", task: "Task", stage: str) -> None:
-        """Choose when to check: at the end of epochs if each ends with one validation, otherwise after validations."""
+        """Choose when to check: at the end of epochs if each ends with one validation, else after validations."""
         if self._check_on_train_epoch_end is None:
             self._check_on_train_epoch_end = trainer.val_check_interval == 1.0 and trainer.check_val_every_n_epoch == 1
 
@@ -134,7 +134,7 @@ class EarlyStopping(early_stopping.EarlyStopping, Callback):
             self._log_info(trainer, reason, self.log_rank_zero_only)
 
     def _validate_condition_metric(self, logs: Mapping[str, Tensor]) -> bool:
-        """Return whether the metric was logged. Raises RuntimeError if not and `strict` is set."""
+        """Return whether the metric was logged. Raises RuntimeError if it was not and `strict` is set."""
         if self.monitor in logs:
             return True
         problem = (
@@ -148,7 +148,7 @@ class EarlyStopping(early_stopping.EarlyStopping, Callback):
         return False
 
     def _evaluate_stopping_criteria(self, current: Tensor) -> tuple[bool, str | None]:
-        """Count a value, and return whether to stop, with the reason."""
+        """Evaluate a new value. Return whether to stop, and the reason."""
         name, order, better, reasons = self.monitor, self.order_dict[self.mode], self.monitor_op, EarlyStoppingReason
         end = "Signaling Trainer to stop."
         if self.check_finite and not torch.isfinite(current):

@@ -1,4 +1,4 @@
-"""LearningRateFinder and BatchSizeFinder: Tuner searches before a run, or in a subclass's hook."""
+"""LearningRateFinder and BatchSizeFinder: callbacks that run the Tuner's searches before or during a run."""
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -59,7 +59,7 @@ class Finder(Callback):
 
 
 class LearningRateFinder(Finder):
-    """Sweeps learning rates before fit, and sets the suggested rate."""
+    """Runs a learning rate sweep before fit, and sets the suggested rate."""
 
     SUPPORTED_MODES = ("linear", "exponential")
     SEARCH = "lr_find"
@@ -88,11 +88,11 @@ class LearningRateFinder(Finder):
         self.optimal_lr: Any = None
 
     def search(self, trainer: Any, model: Any, method: str, **data: Any) -> None:
-        """Sweep, and store the result as `optimal_lr`."""
+        """Run the sweep, and store the result as `optimal_lr`."""
         self.optimal_lr = Tuner(trainer).lr_find(model, **data, **self._options)
 
     def lr_find(self, trainer: Any, pl_module: Any) -> None:
-        """Sweep during a fit, and continue with the suggested rate."""
+        """Run the sweep during a fit, and continue with the suggested rate."""
         self.search(trainer, pl_module, "fit", **data_of_run(trainer))
         suggestion = None if self.optimal_lr is None else self.optimal_lr.suggestion()
         if suggestion is not None and self._options["update_attr"]:
@@ -140,7 +140,7 @@ class BatchSizeFinder(Finder):
         self.optimal_batch_size = Tuner(trainer).scale_batch_size(model, method=method, **data, **self._options)
 
     def scale_batch_size(self, trainer: Any, pl_module: Any) -> None:
-        """Search during a run, and continue with loaders of that batch size."""
+        """Search during a run, and continue with loaders that use the resulting batch size."""
         self.search(trainer, pl_module, trainer.state.fn.value, **data_of_run(trainer))
         make_loaders(trainer.run)
 

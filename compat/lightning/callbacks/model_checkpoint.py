@@ -39,12 +39,12 @@ class ModelCheckpoint(Checkpoint):
     removed. Subclasses may override the methods with a leading underscore, which have Lightning's names.
 
     Args:
-        dirpath: the folder; None: `checkpoints` in the folder of the first logger.
-        filename: a template such as "{epoch}-{val_loss:.2f}".
-        save_last: also save the newest checkpoint as `last.ckpt`; "link": as a symbolic link.
-        save_on_exception: save when the run ends with an exception.
-        auto_insert_metric_name: replace `{epoch}` with `epoch=3`, not with `3`.
-        enable_version_counter: write `name-v1.ckpt` if `name.ckpt` exists, instead of replacing it.
+        dirpath: Folder to save to. None: `checkpoints` in the folder of the first logger.
+        filename: Template for file names, such as "{epoch}-{val_loss:.2f}".
+        save_last: Also save the newest checkpoint as `last.ckpt` or, with "link", as a symbolic link of that name.
+        save_on_exception: Save when the run ends with an exception.
+        auto_insert_metric_name: Replace `{epoch}` with `epoch=3` rather than `3`.
+        enable_version_counter: If `name.ckpt` exists, write `name-v1.ckpt` instead of replacing it.
     """
 
     CHECKPOINT_JOIN_CHAR: ClassVar[str] = "-"
@@ -157,7 +157,7 @@ class ModelCheckpoint(Checkpoint):
     # --- state ------------------------------------------------------------------------------------------------------
     @property
     def state_key(self) -> str:
-        """A key that depends on the monitor, mode and interval."""
+        """Key of this callback's state in a checkpoint, unique to its monitor, mode and intervals."""
         return self._generate_state_key(
             monitor=self.monitor,
             mode=self.mode,
@@ -324,7 +324,7 @@ class ModelCheckpoint(Checkpoint):
         return self.save_on_exception and not idle and self._last_global_step_saved != trainer.global_step
 
     def save(self, trainer: "Trainer", always: bool = False) -> None:
-        """Save before the trainer ends a run that cannot continue."""
+        """Save the state before the trainer ends a run that cannot continue."""
         self.find_folder(trainer)
         if not trainer.fast_dev_run and self._last_global_step_saved != trainer.global_step:
             self._save_checkpoint(trainer, self.format_checkpoint_name(self._monitor_candidates(trainer)))
@@ -391,7 +391,7 @@ class ModelCheckpoint(Checkpoint):
         return bool(current < worst if self.mode == "min" else current > worst)
 
     def _update_best_and_save(self, current: Tensor, trainer: "Trainer", monitor_candidates: dict[str, Tensor]) -> None:
-        """Save a checkpoint that is among the best, and remove the one that no longer is."""
+        """Save a checkpoint that is among the best, and remove the one that is no longer among them."""
         count = len(self.best_k_models) + 1 if self.save_top_k == -1 else self.save_top_k
         surplus = None
         if len(self.best_k_models) == count and count > 0:
@@ -436,7 +436,7 @@ class ModelCheckpoint(Checkpoint):
             self._remove_checkpoint(trainer, previous)
 
     def _save_checkpoint(self, trainer: "Trainer", filepath: str) -> None:
-        """Write a checkpoint and notify the loggers. Every rank calls it."""
+        """Write a checkpoint and notify the loggers. Every rank must call this method."""
         if self._error is None:
             trainer.save_checkpoint(filepath, self.save_weights_only)
         elif not trainer.saver.save_after_error(Path(filepath), self.save_weights_only):
@@ -451,7 +451,7 @@ class ModelCheckpoint(Checkpoint):
 
     @staticmethod
     def _link_checkpoint(trainer: "Trainer", filepath: str, linkpath: str) -> None:
-        """Make a symbolic link to a checkpoint, replacing a link or a checkpoint of this run."""
+        """Create a symbolic link to a checkpoint. Replaces an existing link, or a checkpoint of this run."""
         if trainer.is_global_zero and os.path.abspath(filepath) != os.path.abspath(linkpath):
             if os.path.islink(linkpath):
                 os.remove(linkpath)
@@ -518,7 +518,7 @@ class ModelCheckpoint(Checkpoint):
         return path
 
     def file_exists(self, filepath: str | Path, trainer: "Trainer") -> bool:
-        """Return whether a path exists on rank 0. Every rank calls it."""
+        """Return whether a path exists on rank 0. Every rank must call this method."""
         return bool(trainer.broadcast(os.path.lexists(filepath) if trainer.is_global_zero else None))
 
     def _find_last_checkpoints(self, trainer: "Trainer") -> set[str]:

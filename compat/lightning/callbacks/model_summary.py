@@ -53,7 +53,7 @@ class ModelSummary(model_summary.ModelSummary, Callback):
         total_flops: int,
         **summarize_kwargs: Any,
     ) -> None:
-        """Log the table; override to display it elsewhere."""
+        """Log the table. Override this method to display it elsewhere."""
         totals = shown_totals(total_parameters, trainable_parameters, model_size, total_training_modes, total_flops)
         log.info("\n%s", format_summary(dict(summary_data), totals))
 

@@ -60,7 +60,7 @@ class LearningRateMonitor(learning_rate_monitor.LearningRateMonitor, Callback):
             self._log(trainer, trainer.state.global_step, self._rates(trainer, "epoch"))
 
     def _rates(self, trainer: "Trainer", interval: str) -> dict[str, float]:
-        """Return the rates to log in an interval, by name, on every rank."""
+        """Return the rates to log at an interval ("step" or "epoch") by name, on every rank."""
         values: dict[str, float] = {}
         if self.logging_interval not in (None, interval):
             return values
@@ -140,7 +140,7 @@ class Timer(timer.Timer, Callback):
 
     @property
     def state_key(self) -> str:
-        """The class's name, as in Lightning."""
+        """Name of the class, as in Lightning."""
         return type(self).__qualname__
 
     def start_time(self, stage: str = "train") -> float | None:
@@ -195,7 +195,7 @@ class Timer(timer.Timer, Callback):
         self._ends["test"] = time.monotonic()
 
     def _start(self, stage: str) -> None:
-        """Start a stage's clock, keeping the time of earlier runs of the stage."""
+        """Start a stage's clock. Keep the time that the stage took in earlier runs."""
         if stage in self._starts:
             self._earlier[stage] = self.time_elapsed(stage)
         self._ends.pop(stage, None)

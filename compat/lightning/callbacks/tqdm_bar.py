@@ -61,13 +61,14 @@ def stage_bar(stage: str) -> Any:
 class TQDMProgressBar(ProgressBar):
     """Shows a bar for the epoch and a bar for each evaluation on standard output, with tqdm.
 
-    It draws at most ten times per second, or once in ten seconds if standard output is not a terminal. The last batch
-    is always drawn. Override `init_train_tqdm` and similar methods to change bars, and `get_metrics` to change values.
+    The bar is redrawn at most ten times per second, or every ten seconds if standard output is not a terminal. The last
+    batch always redraws it. To change the bars, override `init_train_tqdm` and similar methods; to change the values,
+    override `get_metrics`.
 
     Args:
-        refresh_rate: batches between two updates; 0 disables the bar.
-        process_position: lines to leave free above the bars.
-        leave: keep the bar of each epoch.
+        refresh_rate: Number of batches between updates. 0 disables the bar.
+        process_position: Number of empty lines above the bars.
+        leave: Keep the bar of each epoch on the screen.
     """
 
     BAR_FORMAT = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_noinv_fmt}{postfix}]"
@@ -290,11 +291,11 @@ class TQDMProgressBar(ProgressBar):
             self._train_progress_bar.set_postfix(self.get_metrics(trainer, pl_module))
 
     def _should_update(self, current: int, total: Number | None) -> bool:
-        """Return whether to draw after `current` batches, by `refresh_rate`."""
+        """Return whether `refresh_rate` requires a redraw after `current` batches."""
         return self.is_enabled and (current % self.refresh_rate == 0 or current == total)
 
     def _draws(self, bar: Any, batches: int) -> bool:
-        """Advance a bar, and return whether to draw it, by `refresh_rate` and by the clock."""
+        """Advance a bar, and return whether to redraw it. This depends on `refresh_rate` and on the time."""
         if bar.disable or not self._should_update(batches, bar.total):
             return False
         rest = SECONDS_BETWEEN_DRAWINGS if sys.stdout.isatty() else SECONDS_WITHOUT_TERMINAL
@@ -305,7 +306,7 @@ class TQDMProgressBar(ProgressBar):
         return True
 
     def print(self, *args: Any, sep: str = " ", **kwargs: Any) -> None:
-        """Print above the current bar, or directly if there is none; print nothing if bars are disabled."""
+        """Print above the current bar, or directly if there is none. Prints nothing if bars are disabled."""
         bars = self._train_progress_bar, self._val_progress_bar, self._test_progress_bar, self._predict_progress_bar
         shown = next((bar for bar in bars if bar is not None and not bar.disable), None)
         if shown is None and self.is_enabled:
@@ -316,7 +317,7 @@ class TQDMProgressBar(ProgressBar):
 
 @dataclass
 class RichProgressBarTheme:
-    """Styles of Lightning's rich bar. They are accepted but not used."""
+    """Styles of Lightning's rich bar, which are accepted but ignored."""
 
     description: Any = ""
     progress_bar: Any = "#6206E0"
@@ -331,7 +332,7 @@ class RichProgressBarTheme:
 
 
 class RichProgressBar(TQDMProgressBar):
-    """The tqdm bar with the arguments of Lightning's rich bar. Raises UnsupportedError for columns."""
+    """The tqdm bar with the arguments of Lightning's rich bar. Raises UnsupportedError for custom columns."""
 
     def __init__(
         self,

@@ -30,7 +30,7 @@ class BaseFinetuning(finetuning.BaseFinetuning, Callback):
     """Freezes layers before training, and unfreezes them at the start of epochs."""
 
     def setup(self, trainer: "Trainer", task: "Task", stage: str) -> None:
-        """Freeze the layers, also for an evaluation."""
+        """Freeze the layers, even for an evaluation."""
         super().setup(trainer, task, stage)
         if stage != "fit":
             self.freeze_before_training(task)
@@ -41,7 +41,7 @@ class BaseFinetuning(finetuning.BaseFinetuning, Callback):
 
 
 class BackboneFinetuning(finetuning.BackboneFinetuning, BaseFinetuning):
-    """Freezes `backbone`, and trains it from a given epoch."""
+    """Freezes `backbone` until a given epoch, then trains it."""
 
 
 def logs_stats(hook: str) -> Any:
@@ -54,7 +54,7 @@ def logs_stats(hook: str) -> Any:
 
 
 class DeviceStatsMonitor(device_stats_monitor.DeviceStatsMonitor, Callback):
-    """Logs device memory and CPU statistics, before and after the batches of logging steps."""
+    """Logs device memory and CPU statistics before and after each batch at a logging point."""
 
     on_train_batch_start, on_train_batch_end = map(logs_stats, ("on_train_batch_start", "on_train_batch_end"))
     on_validation_batch_start, on_validation_batch_end = map(
@@ -85,7 +85,7 @@ class GradientAccumulationScheduler(gradient_accumulation_scheduler.GradientAccu
         super().__init__(scheduling)
 
     def on_train_start(self, trainer: "Trainer", task: "Task") -> None:
-        """Warn if a module overrides optimizer_step, which would not be called for every batch."""
+        """Warn if the module overrides optimizer_step, since it would not be called for every batch."""
         if self.going_to_accumulate_grad_batches() and overrides(task, Task, "optimizer_step"):
             rank_zero_warn(f"{type(task).__name__}.optimizer_step is called once per step, not once per batch.")
 

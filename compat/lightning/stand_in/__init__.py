@@ -1,7 +1,7 @@
 """The folder that `install()` puts at the front of the import path, so that `import lightning` imports Legato.
 
-It contains packages named `lightning`, `pytorch_lightning` and `lightning_fabric`. When imported, each registers the
-modules of `legato.compat.lightning` under its name.
+The folder contains packages named `lightning`, `pytorch_lightning` and `lightning_fabric`. When such a package is
+imported, it registers the modules of `legato.compat.lightning` under its name.
 """
 
 import sys
