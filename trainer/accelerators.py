@@ -217,7 +217,7 @@ def set_generators(states: list[torch.Tensor]) -> None:
 
 
 def visible_devices(wanted: str) -> tuple[str, str]:
-    """Return the variable that selects a process's devices, and the devices' names in it; "" and "" if none does.
+    """Return the environment variable that selects this process's devices, and its device names; ("", "") if none does.
 
     Args:
         wanted: the value of trainer.accelerator.

@@ -1,4 +1,4 @@
-"""Closure: a function that returns the loss of a step. Optimizers and tasks may call it repeatedly within an update."""
+"""Closure: a function that returns the loss of a step. Optimizers and tasks may call it several times per update."""
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any

@@ -51,7 +51,9 @@ STEP_SIMILARITY = 0.9
 
 
 class Hooks(dict[str, Calls]):
-    """Maps a hook's name to its calls: callbacks in order, the task, then late callbacks; () if nothing overrides it.
+    """Maps a hook's name to its calls, or to () if nothing overrides the hook.
+
+    The order is that of the callbacks, then the task, then late callbacks.
 
     Late callbacks (MonitoringCallback) evaluate and save the results of the others. Callbacks' methods are bound to the
     trainer and the task.

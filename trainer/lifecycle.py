@@ -1,4 +1,4 @@
-"""Beginning and end of a run: all clean-up runs even after an error, and the caller gets the first error."""
+"""The beginning and end of a run. All clean-up runs even after an error, and the caller gets the first error."""
 
 import logging
 import traceback
@@ -65,7 +65,10 @@ def begin(trainer: "Trainer", request: Request) -> Iterator[Run]:
 
 
 def named(run: Call, error: BaseException) -> BaseException:
-    """Return the error to raise. For an exit, a debugger or a failed collective, it names the ranks and the cause."""
+    """Return the error to raise.
+
+    For an exit, a debugger or a failed collective, the error names the ranks and the cause.
+    """
     # a preempted run exits with RESUME_ME on purpose, once its checkpoint is complete
     if type(error) is SystemExit and error.code != RESUME_ME and run.loop.remaining == "steps":
         error = describe_exit(run, error)

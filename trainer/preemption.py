@@ -29,7 +29,7 @@ log = logging.getLogger("legato")
 
 
 class Preempted(BaseException):
-    """Raised on all ranks once they agree to end the run; `Preemption` turns it into a save and an exit."""
+    """Raised on all ranks once they agree to end the run; `Preemption` then saves and exits."""
 
 
 class Preemption:

@@ -48,7 +48,7 @@ class Request:
         keep_outputs: bool | None = False,
         **options: Any,
     ) -> "Request":
-        """Make a request. As in Lightning, without a task it uses the last run's task with its best weights."""
+        """Make a request. As in Lightning, a request without a task uses the last run's task with its best weights."""
         keep_outputs = keep_outputs is not False  # None, Lightning's default of return_predictions, keeps them
         if task is not None:
             return cls.of(stage, task, datamodule, loader, keep_outputs=keep_outputs, **options)

@@ -140,7 +140,7 @@ def versions() -> dict[str, str | None]:
 
 
 def processor() -> dict[str, str]:
-    """Return the CPU's instruction sets, by which libraries choose kernels."""
+    """Return the CPU's instruction sets, which determine the kernels that libraries choose."""
     flags: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     features = [str(flags.get("cpu_name", "")).split(" ")[0], *(name for name in CPU_FEATURES if flags.get(name))]
     return {"cpu_capability": torch.backends.cpu.get_cpu_capability(), "cpu_features": " ".join(features)}

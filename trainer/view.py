@@ -276,7 +276,7 @@ class TrainerView(TrainerArguments):
 
     @property
     def first_validation_step(self) -> int | None:
-        """Step after which a run that starts now first validates; None if it never does, or the step is unknown."""
+        """Step after which a run that starts now first validates; None if it never does or the step is unknown."""
         if not sum(self.num_val_batches):
             return None
         every = self.check_val_every_n_epoch

@@ -8,7 +8,7 @@ step-00001200/
 |-- ../base/3f5a...safetensors
 |                          untrained weights, shared by all checkpoints of the folder (frozen_base.py)
 |-- state.json             everything else, with marks in place of tensors (codec.py)
-`-- manifest.json          sizes and SHA-256 sums of the files; written last, it is the commit mark
+`-- manifest.json          sizes and SHA-256 sums of the files; written last, it commits the checkpoint
 """
 
 import logging

@@ -1,4 +1,4 @@
-"""Reads checkpoint files of other programs without running code from them."""
+"""Reads other programs' checkpoint files without running code from these files."""
 
 import re
 import warnings

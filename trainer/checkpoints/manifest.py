@@ -57,7 +57,7 @@ def digests_of_base(size: int, read: Callable[[int, int], bytes]) -> dict[str, s
 
 
 def unused_bases(bases: Iterable[str], manifests: "Iterable[Manifest]") -> list[str]:
-    """Return the names of the bases to which no manifest refers; none if a manifest cannot be read."""
+    """Return the names of the bases to which no manifest refers, or no names if a manifest cannot be read."""
     used = set[str]()
     try:
         for content in manifests:

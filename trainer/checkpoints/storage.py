@@ -102,7 +102,7 @@ class Folder(Protocol):
         """Write a base with `write`, named by its SHA-256. Any number of processes may do so at once."""
 
     def sweep(self) -> None:
-        """Clean up after interrupted saves and removals; no other process may write to the folder meanwhile."""
+        """Clean up after interrupted saves and removals. No other process may write to the folder at the same time."""
 
     def remove(self, name: str, run: str | None = None) -> None:
         """Delete a checkpoint.
@@ -261,7 +261,7 @@ class LocalFolder:
 
     # --- cleaning up ------------------------------------------------------------------------------------------------
     def sweep(self) -> None:
-        """Clean up after interrupted saves and removals; no other process may write to the folder meanwhile."""
+        """Clean up after interrupted saves and removals. No other process may write to the folder at the same time."""
         entries = os.listdir(self.path) if self.path.is_dir() else []
         for name in sorted({leftover[1] for entry in entries if (leftover := _LEFTOVER.fullmatch(entry))}):
             with _naming(self.path / name):

@@ -87,8 +87,8 @@ def iterate_loader(batches: Iterator[Any], loader: Any = None, length: float = 0
 def read_loader(loader: Any) -> Iterator[Any]:
     """Return an iterator over a loader's batches. The loader's workers leave signals to the trainer.
 
-    A loader with a custom `__len__` stops at that length, because it may be endless. A torch DataLoader yields all of
-    its batches and warns if its length is too small.
+    A loader with a custom `__len__` stops at that length, because the loader may be endless. A torch DataLoader yields
+    all of its batches and warns if its length is too small.
     """
     with prepared_workers(loader):
         batches = open_loader(loader)

@@ -188,7 +188,7 @@ class StreamData:
         return batches
 
     def _next_epoch(self, epoch: int, state: dict[str, Any]) -> Iterator[Any]:
-        """Return an iterator over `epoch` for a loader that counts epochs itself and was saved in the epoch before."""
+        """Return an iterator over `epoch` for a loader that counts epochs itself and was saved an epoch earlier."""
         self.opened, self.ended, self.is_restored = epoch, False, True
         self.loader.load_state_dict(state)
         batches: Iterator[Any] = read_loader(self.loader)
@@ -245,7 +245,10 @@ class StreamData:
         return {name: [hashes_of(piece)] for name, piece in zip(names, pieces, strict=True)}
 
     def changed_content(self, before: Mapping[str, Any]) -> list[str]:
-        """Return an empty list: a stream cannot be read at another position, and is checked where it continues."""
+        """Return an empty list, because a stream cannot be read at another position.
+
+        It is checked where it continues.
+        """
         return []
 
     def state_dict(self) -> dict[str, Any]:

@@ -56,7 +56,7 @@ class TrackingCollate:
         self.seed()
 
     def go_on(self) -> None:
-        """Restore the dataset's state at which this reader starts, if any."""
+        """Restore the dataset to the state from which this reader starts, if any."""
         state = self.starts.get(self.worker)
         if state is not None:
             self.key, self.batches = state["key"], state["batches"]

@@ -1,4 +1,4 @@
-"""Transfer of batches to a device and back."""
+"""Transfers batches to a device and back."""
 
 from collections.abc import Iterable
 from typing import Any

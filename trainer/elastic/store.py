@@ -27,7 +27,7 @@ class Member(NamedTuple):
 
 @dataclass(frozen=True)
 class ElasticWorker:
-    """Description of a worker of an elastic run, which the worker receives when it starts."""
+    """Description of a worker in an elastic run. The worker receives it when it starts."""
 
     member: Member
     port: int
@@ -146,7 +146,7 @@ class MemberRegistry:
 
     @property
     def running(self) -> bool:
-        """True once every first member has started training. From then on, the run survives deaths."""
+        """True once every first member has started training. From then on, the run survives the death of processes."""
         return not self.waiting_to_begin
 
     def begin(self, member: Member, replicas: int) -> None:

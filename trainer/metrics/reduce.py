@@ -151,7 +151,7 @@ def total(kind: str, sums: dict[int, list[float]]) -> float:
 
 
 def sort_out(values: Iterable[tuple[Series, float]], suffix: str) -> Reduced:
-    """Name values and sort them by output; a series with steps and epochs gets `name_step` and `name_epoch`."""
+    """Name values and sort them by output. A series with steps and epochs gets `name_step` and `name_epoch`."""
     reduced = Reduced()
     for series, value in values:
         name = shown = series.name

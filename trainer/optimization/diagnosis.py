@@ -56,7 +56,7 @@ def require_finite(trainer: "Trainer") -> None:
 def explained(trainer: "Trainer", error: NonFiniteError) -> NonFiniteError:
     """Return the error with a diagnosis of the newest batch and the task. All ranks must call this.
 
-    The diagnosis comes from the first rank with a non-finite loss, else from the first rank with findings.
+    The diagnosis comes from the first rank with a non-finite loss, or else from the first rank with findings.
     """
     try:
         findings = [*diagnose_forward(trainer), *diagnose_task(trainer.task)]

@@ -1,4 +1,4 @@
-"""Numeric settings that bitwise runs compare; compilation; activation checkpointing."""
+"""Numeric settings that bitwise runs compare, compilation, and activation checkpointing."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

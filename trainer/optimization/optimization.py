@@ -466,7 +466,7 @@ class Optimization:
 
 
 def forwarding(name: str) -> Callable[..., Any]:
-    """Return a method that calls the wrapped optimizer's method `name`."""
+    """Return a method that calls the wrapped optimizer's method with this name."""
 
     def call(self: "ManualOptimizer", *arguments: Any, **options: Any) -> Any:
         return getattr(self.optimizer, name)(*arguments, **options)

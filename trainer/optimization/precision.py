@@ -6,7 +6,7 @@ https://docs.pytorch.org/docs/stable/notes/amp_examples.html):
     32-true, 64-true       everything in that dtype
     bf16-true, 16-true     weights, input and arithmetic in half precision, no scaling
     bf16-mixed             weights in float32, autocast to bfloat16 for matrix products
-    16-mixed               the same with float16, whose narrow range needs loss scaling
+    16-mixed               like bf16-mixed, but with float16, whose narrow range needs loss scaling
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -85,9 +85,9 @@ class Precision:
         return self.scaler.scale(loss)
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divide an optimizer's gradients by the scale, before clipping; at most once per step.
+        """Divide an optimizer's gradients by the scale before clipping, at most once per step.
 
-        Raises RuntimeError at a second call for the same step.
+        Raises RuntimeError on a second call in the same step.
         """
         if self.scaler is not None and self._has_gradient(optimizer):
             self.scaler.unscale_(optimizer)

@@ -306,7 +306,10 @@ class Watchdog:
             )
 
     def _wait_for_all(self, event: str, note: str) -> tuple[list[str | None], str]:
-        """Wait for every rank at this step; return their notes, and the position of a rank that waits elsewhere."""
+        """Wait until every rank is at this step.
+
+        Return the ranks' notes, and the position of a rank that waits elsewhere.
+        """
         state, board = self.trainer.state, self._connect()
         if board is None or board.size == 1 or self.trainer.strategy.elastic:
             return [note], ""

@@ -477,7 +477,7 @@ def _read_payload(path: Path) -> tuple[frozenset[str], Callable[[], Any]]:
 
 
 def _exit_with_caller(folder: Path) -> None:
-    """Wait until the caller of `launch_workers` has ended, then end this process and its children."""
+    """Wait until the caller of `launch_workers` has exited, then end this process and its children."""
     caller = multiprocessing.parent_process()
     assert caller is not None
     caller.join()

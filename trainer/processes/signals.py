@@ -204,7 +204,7 @@ class SignalWatch:
         return min(GRACE, NOTHING_TO_SAVE) if self.nothing_to_save else GRACE
 
     def _waits_for_ranks(self) -> bool:
-        """Return whether the main thread waits for other ranks, which may be writing."""
+        """Return whether the main thread waits for other ranks, which may be writing a checkpoint."""
         return self._main is not None and describe_stack(stack_of(self._main), alone=False)[1]
 
     def _end(self, number: int) -> None:

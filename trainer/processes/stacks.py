@@ -1,4 +1,4 @@
-"""Describes stacks: the line of the user's code, or the collective in which a thread waits for other ranks."""
+"""Describes a stack by the line of the user's code, or by the collective in which its thread waits for other ranks."""
 
 import faulthandler
 import multiprocessing
@@ -69,7 +69,7 @@ def stack_of(thread: int) -> list[Frame]:
 
 
 def stack_of_error(error: BaseException) -> list[Frame]:
-    """Return the stack that raised an error, innermost frame first."""
+    """Return the stack at which an error was raised, innermost frame first."""
     frames = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     return [Frame(code.co_filename, line, code.co_name) for code, line in reversed(frames)]
 

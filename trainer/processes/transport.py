@@ -178,7 +178,7 @@ def _import_or_make(name: str) -> ModuleType:
 
 
 def modules_beside_script() -> list[str]:
-    """Return the modules in its folder that the script has imported, in import order, without those sent by value.
+    """Return the modules that the script imported from its own folder, in import order, except those sent by value.
 
     A worker must also import modules that the script imports only for their side effects, such as a registration.
     """

@@ -150,8 +150,8 @@ class Saver:
     def require_storable(self) -> None:
         """Raise CheckpointError before training if a checkpoint cannot hold the run's state. All ranks must call this.
 
-        Additions of on_save_checkpoint are checked only in a save, because a hook may need attributes that are only set
-        during training.
+        Values that on_save_checkpoint adds are checked only during a save, because a hook may need attributes that are
+        only set during training.
         """
         run, trainer, savers = self.trainer.current_run, self.trainer, self.trainer.checkpoint_callbacks
         if not isinstance(self.format, DirectoryFormat) or not savers or trainer.fast_dev_run:

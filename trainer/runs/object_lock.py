@@ -84,7 +84,10 @@ class ObjectLock:
         return holder_in(self.folder)
 
     def _wait(self, patient: bool) -> bool:
-        """Wait until the lock can be taken; return True if it has no holder. Raises ConfigError if it is alive."""
+        """Wait until the lock can be taken. Return True if it has no holder.
+
+        Raises ConfigError if its holder is alive.
+        """
         last: dict[str, Any] = {}
         began = seen = time.monotonic()
         while holder := self.holder():

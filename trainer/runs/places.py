@@ -167,7 +167,7 @@ def run_of(checkpoint: Location, root: Location, name: str) -> Path | None:
 def newest_to_resume(root: Location, name: str) -> Path | None:
     """Return the newest run directory of a name that has a checkpoint, in it or in the `dirpath` of a callback.
 
-    It does not verify the checkpoint, for callers that need the run's config first; `StoredRun.to_resume` does.
+    The checkpoint is not verified, because callers need the run's config first. `StoredRun.to_resume` verifies it.
     """
     candidates = map(remote.refresh, reversed(versions_to_resume(root, name)))
     return next((path for path in candidates if checkpoints_in(checkpoints_of(path)) or _saves_elsewhere(path)), None)
@@ -263,7 +263,7 @@ class StoredRun:
         return location_of(self.directory) if self.directory is not None else self.root / self.name
 
     def _newest(self, folders: Sequence[Location]) -> Location | None:
-        """Return the newest complete checkpoint of the first folder that has one, otherwise of the run directory."""
+        """Return the newest complete checkpoint in the first folder that has one, or else in the run directory."""
         # a callback with a `dirpath` saves nothing in the run directory
         for folder in folders:
             if (newest := newest_complete(folder)) is not None:

@@ -226,7 +226,7 @@ def code_of(folder: Path, base: str = "HEAD") -> dict[str, Any] | None:
 
 
 def _difference(root: Path, index: Path, objects: Path, base: str, deadline: float) -> bytes | None:
-    """Return the diff from a commit, with new .py files; None if git fails."""
+    """Return the diff from a commit, including new .py files; None if git fails."""
     # `git add --intent-to-add` makes git include new files in the diff, and links as links. It runs on a copy of the
     # index with a separate object folder, so the repository is not changed.
     with tempfile.TemporaryDirectory() as scratch:

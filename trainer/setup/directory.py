@@ -102,7 +102,7 @@ def weight_names(task: Task) -> set[str]:
 def find_source(trainer: "Trainer", request: Request, damaged: Collection[Location] = ()) -> Start:
     """Return the checkpoint to start from, except the `damaged` ones, and the run directory that a resume locks.
 
-    The sizes of its files are checked here, their checksums when they are read.
+    The sizes of the checkpoint's files are checked here, and their checksums when the files are read.
     """
 
     def check(path: Location) -> bool:

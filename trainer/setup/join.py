@@ -82,7 +82,10 @@ def make_membership(call: Call) -> Membership:
 
 
 def set_owners(call: Call) -> None:
-    """Set the trainer on task and data module, and add the task's callbacks. Raises TaskError for misspelled hooks."""
+    """Set the trainer of the task and the data module, and add the task's callbacks.
+
+    Raises TaskError for misspelled hooks.
+    """
     trainer = call.trainer
     call.task.trainer = trainer
     if call.datamodule is not None:

@@ -94,7 +94,7 @@ def make_loggers(wanted: Any) -> list[Logger]:
 
 
 def make_callbacks(trainer: "Trainer", wanted: Any) -> list[Callback]:
-    """Return the user's callbacks, followed by those that the trainer's other arguments add."""
+    """Return the user's callbacks, followed by those that other Trainer arguments add."""
     from ... import callbacks as classes
 
     callbacks = list(wanted) if isinstance(wanted, (list, tuple)) else [wanted] if wanted is not None else []

@@ -286,7 +286,7 @@ class Strategy:
     def backward(
         self, loss: Tensor, last: bool = True, inputs: Sequence[Tensor] | None = None, retain_graph: bool = False
     ) -> None:
-        """Accumulate the gradient of `loss`, for `inputs` only if passed. With `last`, reduce over processes.
+        """Accumulate the gradients of `loss`, only for `inputs` if given. With `last`, reduce them over processes.
 
         Raises TaskError if the loss is not a scalar or does not require a gradient.
         """
@@ -344,7 +344,10 @@ class Strategy:
         self.replica = None
 
     def average(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Average gradients over ranks under manual optimization, before an optimizer uses them. Idempotent."""
+        """Average gradients over ranks under manual optimization, before an optimizer uses them.
+
+        Repeated calls have no effect.
+        """
 
     def optimizer_step(self, optimizer: Optimizer, closure: Any = None, **options: Any) -> Any:
         """Update the weights unless a scaled gradient has overflowed; return the result of `optimizer.step`."""

@@ -32,7 +32,7 @@ def full(tensor: Tensor) -> Tensor:
 
 
 def local_shard(value: Tensor | StoredTensor, like: DTensor) -> DTensor:
-    """Return this rank's shard of the full `value`, with the placements of `like`; does not communicate."""
+    """Return this rank's shard of the full `value`, with the placements of `like`, without communication."""
     (chunk,) = like.__create_chunk_list__()  # the protocol used by torch.distributed.checkpoint
     place = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
     shard = value[place].to(local_part(like).device, copy=True)  # since a view would keep the full tensor alive

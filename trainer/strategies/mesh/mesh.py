@@ -205,7 +205,7 @@ class MeshStrategy(GroupStrategy):
             self.precision.scaler = dtensors.MeshScaler(self.device)
 
     def _ranks_along(self, axis: str) -> Ranks:
-        """Return the processes along an axis of the mesh, at this process's place on the other axes."""
+        """Return the processes along an axis of the mesh that share this process's place on the other axes."""
         if self.mesh is None:
             return SINGLE
         return Ranks(self.mesh.get_local_rank(axis), getattr(self.sizes, axis), self.mesh.get_group(axis))
