@@ -16,7 +16,7 @@ class Entry(NamedTuple):
 
     step: int
     score: float | None = None
-    """The monitored value; None without one."""
+    """The monitored value; None if there is none."""
     elapsed: float = 0.0
     """Training time of the run in seconds when the checkpoint was saved."""
 

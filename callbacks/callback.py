@@ -130,7 +130,7 @@ class Callback:
     def on_train_batch_end(
         self, trainer: "Trainer", task: "Task", outputs: Outputs, batch: Any, batch_idx: int
     ) -> None:
-        """Called after each batch; for the last batch of a step, after the weight update.
+        """Called after each batch. For the last batch of a step, called after the weight update.
 
         In the last step of an epoch, a process without a batch does not call this hook. For work that every process
         must do, such as averaging weights, use `on_step_end` or a MonitoringCallback.

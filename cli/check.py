@@ -128,7 +128,7 @@ class Report:
 
 
 def run_check(options: Namespace) -> None:
-    """Check the run that the command line describes, and print the report. Raises ConfigError with all problems."""
+    """Check the run that the command line describes, and print the report. Raises ConfigError if there are problems."""
     quiet, log = is_quiet(), logging.getLogger("legato")
     if log.level != logging.DEBUG:
         log.setLevel(logging.WARNING)  # hide messages from the trials; the report shows the process layout

@@ -19,7 +19,7 @@ REPLACED = (
     *("devices", "num_nodes", "strategy", "cluster", "replicas", "requeue", "max_restarts"),
     *("min_steps", "min_epochs", "max_time"),
 )
-"""Trainer arguments that a replay replaces: it uses a different number of processes and ends at another step."""
+"""Trainer arguments that a replay replaces, since its number of processes and its last step may differ."""
 
 
 class ConfigHistory(StudiedRun):

@@ -35,7 +35,7 @@ class Record:
     seconds: list[float] = field(default_factory=list)
     """Duration of each step in seconds, including data loading."""
     without_gradient: list[str] | None = None
-    """Trainable parameters without a gradient in any step."""
+    """Trainable parameters that got no gradient in any step."""
     logged: list[str] | None = None
     """Names of all metrics at the end of an epoch; None if no epoch has ended."""
     validated: list[str] = field(default_factory=list)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("legato")
 
 SPIKES = "spikes.jsonl"
-"""File in the run directory with one line per spike; if a step has several lines, the last one is valid."""
+"""File in the run directory with one line per spike. If a step has several lines, the last one counts."""
 LEAST = 10
 """Number of steps before the first check."""
 NORMAL = 1.4826

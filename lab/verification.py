@@ -58,7 +58,7 @@ class Segment:
     target: CheckpointRecord
     make: Make
     processes: int
-    """Number of processes that recompute it."""
+    """Number of processes that recompute the segment."""
     result: str = ""
     differences: list[str] = field(default_factory=list)
     causes: list[str] = field(default_factory=list)

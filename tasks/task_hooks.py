@@ -44,7 +44,7 @@ class TaskHooks:
         """Called for each batch, once it is on the device. Return -1 to skip the rest of the epoch."""
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Called after each batch; for the last batch of a step, after the weight update."""
+        """Called after each batch. For the last batch of a step, called after the weight update."""
 
     def on_step_end(self) -> None:
         """Called once per step after the optimizers, on every process, for example to update averages of weights."""

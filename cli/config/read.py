@@ -291,7 +291,7 @@ def read_config(arguments: Sequence[str], defaults: Mapping[str, Any] = MappingP
 
 
 def merge(base: Layer, over: Layer) -> Layer:
-    """Return `over` merged into `base`: mappings are merged, and other values are replaced."""
+    """Return `base` updated with `over`. Mappings are merged, and all other values are replaced."""
     replaced: set[Key] = set()
 
     def lay(old: Any, new: Any, key: Key) -> Any:

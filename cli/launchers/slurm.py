@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ..config.check import Config
 
 _WAIT = 60
-"""Seconds that srun waits for the other ranks after the first rank has ended."""
+"""Seconds that srun waits for the other ranks after the first rank has exited."""
 _SET = ("nodes", "ntasks-per-node", "gpus-per-node", "signal", "output", "chdir", "requeue", "no-requeue", "ntasks")
 """Options of sbatch that the script sets."""
 

@@ -92,7 +92,7 @@ class TrainerAttributes(OwnParts, Trainer):
     _handles: "tuple[Any, list[LightningOptimizer]]" = (None, [])
     """The latest run's optimization, and the optimizers that its module gets."""
     predictions: list[Any]
-    """The result of the latest predict."""
+    """The result of the latest call to `predict`."""
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the optimizers of the latest fit, which other processes do not need."""

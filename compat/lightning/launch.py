@@ -19,7 +19,7 @@ RANKS = "LEGATO_SCRIPT_RANKS"
 """Environment variable with the number of ranks. This module sets it in all ranks of a script."""
 SEED = "LEGATO_SCRIPT_SEED"
 RANK_0 = "LEGATO_SCRIPT_RANK_0"
-"""Environment variable with rank 0's process id. Each rank removes it at startup, so its children do not inherit it."""
+"""Environment variable with rank 0's process id. Each rank removes it at startup to hide it from child processes."""
 SECONDS_TO_END = 30.0
 """Seconds that the other ranks get to end after a rank has failed, so that they can print their reports."""
 IN_WORKERS = ("spawn", "fork", "notebook")

@@ -212,7 +212,7 @@ class OwnBackward(strategy.Strategy):
         optimizer: Any = None,
         **options: Any,
     ) -> None:
-        """Compute gradients. A run passes a bool as `last`; a program passes an optimizer or None."""
+        """Compute gradients. As `last`, a run passes a bool, and a program passes an optimizer or None."""
         if isinstance(last, bool) and optimizer is None:
             super().backward(loss, last, inputs, retain_graph)
         elif self.task is not None:  # it raises an error under automatic optimization

@@ -59,7 +59,7 @@ INNER_METHODS = (
     "_test_impl",
     "_predict_impl",
 )
-"""Methods of Lightning's Trainer that it calls itself in fit, validate, test and predict."""
+"""Methods that Lightning's Trainer itself calls in fit, validate, test and predict."""
 
 
 HIGHEST_SEED = 1 << 32
@@ -96,7 +96,7 @@ class Trainer(TrainerAttributes):
     evaluation_points: EvaluationPoints | None = None
     """Values that evaluation steps log with `on_step`."""
     fit_as_lightning = FitAsLightning()
-    """Added to the callbacks of each run, which collects its hooks once from its callbacks and its task."""
+    """Callback added to each run, since a run collects its hooks only once, from its callbacks and its task."""
 
     def __init__(  # noqa: PLR0913 (Lightning's arguments)
         self,

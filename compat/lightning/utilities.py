@@ -87,7 +87,7 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
 
 
 def launched_rank() -> int | None:
-    """Return the rank of this process from the variables of a launcher; None without a launcher."""
+    """Return this process's rank from a launcher's environment variables; None without a launcher."""
     return next((int(rank) for rank in map(get_variable, ("RANK", "LOCAL_RANK", "SLURM_PROCID")) if rank), None)
 
 

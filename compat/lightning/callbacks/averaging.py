@@ -79,7 +79,7 @@ class StochasticWeightAveraging(weight_averaging.WeightAveraging, Callback):
         self.swa_start = 0
         """The first epoch to average, from 0."""
         self._last_epoch = -1
-        """The latest epoch whose initial weights are in the averages."""
+        """The latest epoch whose initial weights have been added to the averages."""
         self._rates_before: list[float] = []
         """Learning rates at the start of the first averaged epoch."""
 
