@@ -269,7 +269,7 @@ def argument_texts() -> dict[str, str]:
 
 
 def documented_arguments(docstring: str | None) -> dict[str, str]:
-    """Return the texts of arguments in the section "Args:" of a docstring, by name."""
+    """Return the texts of arguments in the "Args:" section of a docstring, by name."""
     section = inspect.cleandoc(docstring or "").partition("Args:\n")[2]
     entries = re.findall(r"(?m)^    ([\w, `]+): (.*(?:\n {6,}.*)*)", section)
     return {name.strip(" `"): re.sub(r"\s+", " ", text) for names, text in entries for name in names.split(",")}
@@ -278,7 +278,8 @@ def documented_arguments(docstring: str | None) -> dict[str, str]:
 def problems(arguments: Mapping[str, Any], build: Build = lambda value, key, base: (value, [])) -> list[Problem]:
     """Return the mistakes in arguments for the Trainer, with keys ("trainer", name).
 
-    build: Checks a mapping with `_target_`. By default such a mapping is accepted unchecked.
+    Args:
+        build: Function that checks a mapping with `_target_`. By default, such mappings are accepted unchecked.
     """
     mistakes: list[Problem] = []
     for name, value in arguments.items():

@@ -43,7 +43,8 @@ def save_pretrained(task: Any, folder: Path, shard_size: str | None = None) -> l
     With several models, each gets its own subfolder. Tokenizers and processors that are attributes of the task are
     saved beside each model. An existing folder is replaced once the new one is complete.
 
-    shard_size: Largest size of a weights file, such as "5GB". None: the library's default.
+    Args:
+        shard_size: Largest size of a weights file, such as "5GB". None: the library's default.
     """
     models = require_models(task)
     partial, replaced = (folder.with_name(f".{folder.name}.{word}") for word in ("partial", "replaced"))

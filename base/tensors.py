@@ -64,7 +64,8 @@ def require_samples(batch: Any, items: int | None = None) -> int:
 
     Scalar tensors are ignored. Without tensors, the length of the first list of numbers or strings is returned.
 
-    items: Number of items that the loader collated; used if the tensors' sizes differ.
+    Args:
+        items: Number of items that the loader collated; used if the tensors' sizes differ.
 
     Raises DataError if sizes differ and `items` does not resolve the difference.
     """

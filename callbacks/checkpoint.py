@@ -431,7 +431,8 @@ class Checkpoint(CheckpointCallback):
     def _score(self, trainer: "Trainer", between: bool = False) -> float | None:
         """Return the value to rank by; None if it is outdated or a training mean over an incomplete epoch.
 
-        between: Whether the run stops within an epoch.
+        Args:
+            between: Whether the run stops within an epoch.
         """
         if self._metric is None or ((self._is_cut_off or between) and self._metric.is_from_training(trainer)):
             return None

@@ -120,8 +120,9 @@ def epilog(name: str) -> str:
 def read_words(words: list[str], counts: tuple[str, ...], texts: tuple[str, ...]) -> tuple[dict[str, str], list[str]]:
     """Split arguments into a dict of words such as step=3 and a list of overrides such as task.lr=1.
 
-    counts: Names of words whose values are integers.
-    texts: Names of words whose values are text.
+    Args:
+        counts: Names of words whose values are integers.
+        texts: Names of words whose values are text.
 
     Raises ConfigError for any other argument.
     """

@@ -68,7 +68,8 @@ def path_of(word: str) -> Location:
 def export_weights(source: Location, target: Path) -> int:
     """Write a checkpoint's weights to a new safetensors file under the task's names. Return the number of tensors.
 
-    source: A checkpoint, or a run directory or other folder whose newest complete checkpoint is used.
+    Args:
+        source: A checkpoint, or a run directory or other folder whose newest complete checkpoint is used.
 
     Raises CheckpointError if there is no checkpoint, if a weight is not a plain tensor, or if `target` exists or does
     not end in .safetensors.
@@ -108,8 +109,9 @@ def _inner_tensors(name: str, value: Any) -> dict[str, Any]:
 def export_model(source: Location, partial: Path, words: Sequence[str]) -> None:
     """Write the model of a checkpoint to `partial`, whose suffix selects ONNX or torch.export.
 
-    words: Files and overrides for the config that names the task. Without a file, uses the config of the checkpoint's
-        run.
+    Args:
+        words: Files and overrides for the config that names the task. Without a file, uses the config of the
+            checkpoint's run.
 
     Raises ConfigError if a config or required package is missing, TaskError if `forward` is missing or cannot
     be exported, and CheckpointError if the outputs of the exported model differ from the task's.

@@ -25,7 +25,8 @@ REPLACED = (
 class ConfigHistory(StudiedRun):
     """A run of `legato fit`. A resume may change the config, so each step uses the config in effect at that step.
 
-    overrides: Overrides applied to the config of every step.
+    Args:
+        overrides: Overrides applied to the config of every step.
     """
 
     def __init__(self, directory: Path, overrides: Sequence[str] = ()) -> None:

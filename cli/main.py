@@ -197,7 +197,7 @@ def _open_standard_files() -> None:
 
 
 def _find_modules_here() -> None:
-    """Put the working directory on sys.path, as `python -m` does. A console script has its own folder there instead."""
+    """Put the working directory on sys.path, as `python -m` does. For a console script, sys.path has its folder."""
     try:
         here = str(Path.cwd())
     except FileNotFoundError as error:

@@ -14,8 +14,9 @@ from ..base.errors import TaskError
 def write_predictions(predictions: Sequence[Any], folder: Path) -> Path:
     """Write the results of all batches in order, as safetensors if they are tensors, or else as JSON Lines.
 
-    predictions: One result per batch, written as "predictions". With several loaders, a list of results per loader,
-        written as "predictions.0", "predictions.1" and so on.
+    Args:
+        predictions: One result per batch, written as "predictions". With several loaders, a list of results per loader,
+            written as "predictions.0", "predictions.1" and so on.
 
     Returns the path of the file. Raises TaskError if a result contains anything but JSON values and tensors.
     """

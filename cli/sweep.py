@@ -420,7 +420,8 @@ def devices_of_jobs(config: Config, jobs: int) -> list[str]:
 def share_devices(names: Sequence[str], jobs: int, each: int | None) -> list[str]:
     """Return the devices for each of `jobs` parallel trials, or for fewer trials if there are too few devices.
 
-    each: Number of devices per trial. None: an equal share.
+    Args:
+        each: Number of devices per trial. None: an equal share.
     """
     each = each or max(1, len(names) // jobs)
     return [",".join(names[first : first + each]) for first in range(0, len(names) - each + 1, each)][:jobs]

@@ -168,9 +168,10 @@ def replay_steps(
 ) -> Replayed:
     """Train from the newest checkpoint before the first step; a watcher must stop training after the last one.
 
-    made: New trainer, task and data.
-    directory: The only folder to which the replay writes.
-    every_step: Log every step, rather than only the steps that the run logged.
+    Args:
+        made: New trainer, task and data.
+        directory: The only folder to which the replay writes.
+        every_step: Log every step, rather than only the steps that the run logged.
 
     Raises DataError if the run ends before the last step.
     """

@@ -37,8 +37,9 @@ class StepPlace:
 class SampleLookup:
     """Finds the samples of each step of a run from its history and its training loader.
 
-    build: Returns the unstarted run as configured at a step (`cli.unstarted`). Must return the same object for the same
-        config.
+    Args:
+        build: Function that returns the unstarted run as configured at a step (`cli.unstarted`). Must return the same
+            object for the same config.
     """
 
     def __init__(self, history: RunHistory, build: Callable[[int], Any]) -> None:

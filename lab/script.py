@@ -31,7 +31,8 @@ _imported: set[str] = set()
 class ScriptHistory(StudiedRun):
     """A run that a script started. Each step uses the command that started it, since a resume may change the command.
 
-    overrides: Trainer arguments that replace the script's, such as "trainer.devices=2".
+    Args:
+        overrides: Trainer arguments that replace the script's, such as "trainer.devices=2".
     """
 
     def __init__(self, directory: Path, overrides: Sequence[str] = ()) -> None:
@@ -78,7 +79,8 @@ class _Reached(BaseException):
 def run_to_fit(start: Mapping[str, Any], settings: Mapping[str, Any], processes: int) -> list[Any]:
     """Rerun a start's script up to the fit that started the run, and return the trainer and the arguments for fit.
 
-    settings: Trainer arguments that replace the script's.
+    Args:
+        settings: Trainer arguments that replace the script's.
 
     Raises ConfigError if there is no script, or if the script does not reach that fit.
     """

@@ -133,7 +133,9 @@ def path_of(run: AnyRun) -> Path:
 def history_of(run: AnyRun, overrides: Sequence[str] = ()) -> StudiedRun:
     """Return the history of a run, whose `make` and `unstarted` methods create the objects for a step.
 
-    overrides: Settings such as "trainer.devices=2". For a run that started from a config, any config key is accepted.
+    Args:
+        overrides: Settings such as "trainer.devices=2". For a run that started from a config, any config key is
+            accepted.
 
     Raises ConfigError if the run does not exist.
     """

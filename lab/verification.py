@@ -92,8 +92,9 @@ class Verification:
     ) -> None:
         """Draw the segments.
 
-        count: Number of segments to draw. None: all.
-        processes: Number of processes that recompute the segments. Default: see `processes_for`.
+        Args:
+            count: Number of segments to draw. None: all.
+            processes: Number of processes that recompute the segments. Default: see `processes_for`.
 
         Raises ConfigError if the run cannot be verified.
         """

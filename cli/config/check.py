@@ -155,7 +155,9 @@ class Config(Layer):
 def load_config(words: Sequence[str], before_imports: Callable[[Mapping[str, Any]], None] | None = None) -> Config:
     """Read files and overrides in command-line order, and check them.
 
-    before_imports: Called with the values after keys are checked and before classes are imported, which may be slow.
+    Args:
+        before_imports: Function to call with the values after keys are checked, before classes are imported. The import
+            may be slow.
 
     Raises ConfigError that lists up to five mistakes: mistakes in keys or, if there are none, in values.
     """

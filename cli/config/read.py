@@ -261,7 +261,8 @@ def replace_item(value: Any, key: Key, item: Any) -> Any:
 def read_config(arguments: Sequence[str], defaults: Mapping[str, Any] = MappingProxyType({})) -> Layer:
     """Merge the files among the arguments from left to right, then apply the overrides and resolve `${...}`.
 
-    defaults: Values to which interpolations may refer if the config does not set them.
+    Args:
+        defaults: Values to which interpolations may refer if the config does not set them.
 
     Raises ConfigError, with the place, for an invalid file or override.
     """
@@ -349,7 +350,8 @@ def _read_config_file(path: Path, above: tuple[Path, ...]) -> Layer:
 def find_config_file(path: Path, above: tuple[Path, ...] = ()) -> Path:
     """Return a config's file: at `path`, in the project's configs/, or among the configs that come with Legato.
 
-    above: The files that extend this file, the innermost last.
+    Args:
+        above: The files that extend this file, the innermost last.
 
     Raises ConfigError if the file does not exist.
     """

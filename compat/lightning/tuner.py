@@ -171,9 +171,10 @@ class Tuner:
     ) -> int | None:
         """Return the largest batch size that fits in memory, and set `batch_arg_name` to it.
 
-        mode: "power" doubles `init_val` until memory runs out. "binsearch" then bisects between the largest size that
-            fits and the smallest that does not, and reduces the result by the fraction `margin`. The search also ends
-            at a size that includes all of the data.
+        Args:
+            mode: "power" doubles `init_val` until memory runs out. "binsearch" then bisects between the largest size
+                that fits and the smallest that does not, and reduces the result by the fraction `margin`. The search
+                also ends at a size that includes all of the data.
 
         Raises MisconfigurationException for any other mode, if loaders are passed (their batch size is fixed), if no
         object has the attribute `batch_arg_name`, or if the smallest size does not fit.
