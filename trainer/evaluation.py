@@ -23,7 +23,7 @@ def no_gradients(run: "Run") -> AbstractContextManager[Any]:
 
 
 def calls_of(run: "Run", stage: str) -> tuple[int, Calls, Calls]:
-    """Return how many of (batch, batch_idx, dataloader_idx) the step takes, and the hooks before and after each batch.
+    """Return how many of (batch, batch_idx, dataloader_idx) the step takes, with the hooks before and after each batch.
 
     A hook may omit `dataloader_idx`.
     """

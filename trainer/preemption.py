@@ -142,7 +142,10 @@ class Preemption:
         return self.trainer.run_dir is not None and REPLAY in self.trainer.run_dir.name
 
     def save(self) -> Location | None:
-        """Save the run where `resume=auto` finds it. Return the checkpoint, or None if there is nothing to save."""
+        """Save the run so that `resume=auto` finds the checkpoint.
+
+        Return the checkpoint, or None if there is nothing to save.
+        """
         trainer, step = self.trainer, self.trainer.global_step
         name = Path(trainer.saver.format.name(step))
         callbacks = [callback for callback in trainer.checkpoint_callbacks if callback.dirpath is not None]

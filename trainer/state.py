@@ -32,21 +32,21 @@ class State:
     epoch_ended: bool = False
     """True after `epoch` has ended and before it is counted, so that a checkpoint in between ends it only once."""
     logged_at: int = -1
-    """The step of the newest logging point; -1: none yet."""
+    """The step of the newest logging point; -1 if there is none yet."""
     skipped_steps: int = 0
     """Steps whose update was dropped because their gradient was not finite."""
     skipped_in_a_row: int = 0
     """The current streak of skipped steps."""
     optimizer_steps: int = 0
-    """Calls of an optimizer's `step` under manual optimization."""
+    """Calls to an optimizer's `step` under manual optimization."""
     validated_at: int = -1
-    """The step after which the newest complete validation ran; -1: none yet."""
+    """The step after which the newest complete validation ran; -1 if there is none yet."""
     scheduled_epochs: int = 0
     """Epochs for which the epoch-interval schedulers without a metric have stepped."""
     plateau_step: int = 0
     """The newest step after which a step-interval ReduceLROnPlateau has stepped."""
     weight_scale: float = 0.0
-    """The power of two that scales the batch weights returned by training_step; 0: none returned yet."""
+    """The power of two that scales the batch weights returned by training_step; 0 if none has been returned yet."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as JSON values."""

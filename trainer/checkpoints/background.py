@@ -64,7 +64,7 @@ class Writer:
             self._thread = None
 
     def check(self) -> None:
-        """Raise CheckpointError if a save has failed; each failure is raised once."""
+        """Raise CheckpointError if a save has failed. Each failure is raised only once."""
         if self._error is not None:
             error, self._error = self._error, None
             raise CheckpointError(f"Saving {self._checkpoint} in the background failed: {error}") from error
@@ -82,7 +82,7 @@ class Writer:
             self._error = error
 
     def _snapshot(self, flat: FlatState) -> None:
-        """Copy every tensor to the host; a tensor with several names is copied once."""
+        """Copy every tensor to the host. A tensor with several names is copied only once."""
         copies: dict[object, Tensor] = {}
         devices = set()
         for file, tensors in flat.tensors.items():

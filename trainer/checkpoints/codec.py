@@ -44,7 +44,7 @@ class Kind(NamedTuple):
     packed: type[Any] = str
     """Return type of `pack`."""
     items: type[Any] | None = None
-    """Type of the items if `pack` returns a list; None: any type."""
+    """Type of the items if `pack` returns a list; None allows any type."""
 
 
 def _mapping_of(pairs: list[Any]) -> dict[Any, Any]:

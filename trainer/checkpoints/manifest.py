@@ -94,9 +94,9 @@ class Manifest(NamedTuple):
 
     files: dict[str, FileSum]
     run: str
-    """Id of the run that wrote the checkpoint; "": none."""
+    """Id of the run that wrote the checkpoint; "" if there is none."""
     prefix: str = ""
-    """Folder of the files, beside the manifest; "": the files are beside the manifest. See object_folder.py."""
+    """Folder of the files, beside the manifest; "" if the files are beside the manifest. See object_folder.py."""
 
     def split(self) -> "tuple[Manifest, Manifest]":
         """Return the manifest without the bases, and a manifest of the bases under their names in their folder."""

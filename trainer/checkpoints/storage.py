@@ -65,7 +65,7 @@ class Folder(Protocol):
         """Read a checkpoint's manifest and check the sizes of its files. Raises CheckpointError."""
 
     def fetch(self, name: str, content: manifest.Manifest, files: Collection[str]) -> Path:
-        """Return a local folder with these files of a checkpoint; it exists as long as this object.
+        """Return a local folder with these files of a checkpoint, which exists as long as this object.
 
         The caller verifies the files.
         """

@@ -32,9 +32,9 @@ class CombinedLoader(Iterable[tuple[Any, int, int]]):
         """Combine loaders, each of which may be any iterable of batches.
 
         Args:
-            mode: "min_size" stops with the shortest loader; "max_size_cycle" stops with the longest and restarts
-                shorter ones; "max_size" stops with the longest and yields None for exhausted ones; "sequential" yields
-                the batches of one loader after the other, without nesting.
+            mode: "min_size" stops with the shortest loader. "max_size_cycle" stops with the longest and restarts
+                shorter loaders. "max_size" stops with the longest and yields None for exhausted loaders. "sequential"
+                yields the batches of one loader after the other, without nesting.
 
         Raises ConfigError for an unknown mode and DataError for an object that is not a loader.
         """

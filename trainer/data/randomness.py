@@ -1,4 +1,4 @@
-"""Keyed random numbers: each depends only on where it is drawn, not on earlier draws.
+"""Keyed random numbers: each number depends only on where it is drawn, not on earlier draws.
 
 Before a batch is loaded, and before each replica's forward pass, the generators of Python, NumPy and torch are seeded
 from a key: `mix` of seed, epoch and position, or of seed, step and replica. Saving generator states instead would not

@@ -247,7 +247,7 @@ class StreamData:
     def changed_content(self, before: Mapping[str, Any]) -> list[str]:
         """Return an empty list, because a stream cannot be read at another position.
 
-        It is checked where it continues.
+        The stream is checked at the position where it continues.
         """
         return []
 

@@ -79,7 +79,7 @@ class TrackingCollate:
 
 
 class TrackedLoader:
-    """A loader whose batches are deliveries; it records the states that they carry in the current epoch."""
+    """A loader whose batches are deliveries. It records the states that the deliveries of the current epoch carry."""
 
     def __init__(self, loader: "DataLoader[Any]") -> None:
         self.loader = loader

@@ -61,7 +61,7 @@ NEVER = float("inf")
 
 
 class Metrics:
-    """All values that the task and callbacks of a run log."""
+    """All values that a run's task and callbacks log."""
 
     shares: ClassVar[bool] = False
     """Whether ranks exchange training values before each update, so that every rank keeps the values of all ranks."""
@@ -187,7 +187,7 @@ class Metrics:
         self.pending.append((series, value, weight, self.replica, self.step))
 
     def log_dict(self, values: Mapping[str, Any], batch_size: BatchSize, options: Options) -> None:
-        """Record several values, in half the time that separate calls to `log` would take."""
+        """Record several values, in half the time of separate calls to `log`."""
         # Checked once for all values: in rarer cases no series is looked up here, and each value goes through `log`.
         is_plain = self.in_step and not (self.muted or self.suffix or options[6])
         open_series = self.series if is_plain and self.series is not None else {}

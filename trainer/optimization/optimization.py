@@ -341,7 +341,7 @@ class Optimization:
         return calls if step == self.state.global_step else 0
 
     def step_schedulers(self, interval: str, count: int, plateau: bool) -> None:
-        """Step the learning rate schedulers that are due after `count` intervals ("step" or "epoch").
+        """Step the learning rate schedulers that update after `count` intervals ("step" or "epoch").
 
         Args:
             plateau: whether to step the schedulers that take a metric, or the other schedulers.

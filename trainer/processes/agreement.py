@@ -140,7 +140,7 @@ FIRST_COLLECTION, COLLECTION_SECONDS = 10.0, 600.0
 class GarbageCollector:
     """Collects all garbage when the ranks agree and freezes the remaining objects (`gc.freeze`), as nanochat does.
 
-    A full collection visits every object, and torch alone has some 300,000: it takes 0.1 s or more, in the middle of a
+    A full collection visits every object, and torch alone has some 300,000. It takes 0.1 s or more, in the middle of a
     rank's step, while the other ranks wait. With these objects frozen, Python's collections take milliseconds, and all
     ranks collect everything together. Settings of the user or of an enclosing run are kept.
     """

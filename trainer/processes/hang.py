@@ -1,4 +1,4 @@
-"""Reports hangs with each rank's position, and names the rank that failed first. Both use the ranks' store.
+"""Reports hangs with each rank's position, and names the rank that failed first, through the ranks' store.
 
 A rank that makes no progress writes its position to a board in the store, about once a second. The rank that reports a
 hang reads the board, so it need not ask other ranks or wait for a rank that cannot answer.

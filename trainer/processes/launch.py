@@ -1,8 +1,8 @@
 """Starts, watches and ends local worker processes together, and raises the first failure in the caller.
 
 The caller sends the function through a file in a private folder, pickled by cloudpickle, and gets its result or
-exception back in the same way. So lambdas, notebooks and classes of the caller's script work, and the script runs once.
-`set_worker_environment` sets a worker's environment variables, which include its rank.
+exception back in the same way. Therefore, lambdas, notebooks and classes of the caller's script work, and the script
+runs once. `set_worker_environment` sets a worker's environment variables, which include its rank.
 """
 
 import faulthandler

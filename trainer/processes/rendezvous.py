@@ -102,7 +102,9 @@ def keep_to_loopback() -> None:
 
 # --- failures before the ranks have met -------------------------------------------------------------------------------
 def tell_failure(text: str, by_user: bool) -> None:
-    """Tell a launcher's other ranks that this process failed before the rendezvous, where they would wait for minutes.
+    """Tell a launcher's other ranks that this process failed before the rendezvous.
+
+    Otherwise, they would wait there for minutes.
 
     Args:
         by_user: if True, the ranks raise ConfigError; otherwise, they raise WorkerError.

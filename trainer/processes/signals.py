@@ -151,7 +151,7 @@ class SignalWatch:
         self.answered_at = time.monotonic()
 
     def record(self, number: int) -> None:
-        """Record a signal; both the thread and the handlers call this, because only one of them may be able to run."""
+        """Record a signal. Both the thread and the handlers call this, because perhaps only one of them can run."""
         now = time.monotonic()
         if number == signal.SIGINT:
             if not self.presses or now > self.presses[-1] + ONE_PRESS:

@@ -1,4 +1,4 @@
-"""CheckpointFormat: how a run's checkpoints are stored. It is the only interface for another file format."""
+"""CheckpointFormat: how a run's checkpoints are stored. Other file formats are added only through this interface."""
 
 from collections.abc import Collection, Mapping
 from pathlib import Path

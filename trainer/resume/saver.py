@@ -1,4 +1,4 @@
-"""Saver: writes and removes all checkpoints of a trainer."""
+"""Saver: writes and removes all of a trainer's checkpoints."""
 
 import errno
 import logging

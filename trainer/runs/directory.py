@@ -67,9 +67,9 @@ class BestValue:
 
 
 class RunDirectory:
-    """Contents of a run directory; each property reads its files on first use.
+    """The contents of a run directory. Each property reads its files on first use.
 
-    A missing or damaged file raises no error: its values are then unknown or empty.
+    A missing or damaged file raises no error. Instead, its values are unknown or empty.
     """
 
     def __init__(self, path: Path, root: Path | None = None) -> None:

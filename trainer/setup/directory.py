@@ -36,7 +36,7 @@ class Start:
     """The start of a call, decided by one process for all processes."""
 
     directory: Path | None = None
-    """The run directory; None: nothing is written."""
+    """The run directory; None if nothing is written."""
     source: Location | None = None
     """The checkpoint to read."""
     is_newest: bool = False

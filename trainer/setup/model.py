@@ -82,7 +82,7 @@ def find_numerics(call: Call, optimization: Optimization) -> dict[str, Any]:
 
 
 def show_checkpoint(call: Call, saved: dict[str, Any]) -> None:
-    """Call the task's on_load_checkpoint, which may convert the contents for callbacks, and then the callbacks'.
+    """Call the task's on_load_checkpoint, which may convert the contents for callbacks, and then that of the callbacks.
 
     Both see the weights that the trainer loads.
     """

@@ -94,7 +94,10 @@ class DDPStrategy(GroupStrategy):
         return not self.finds_unused
 
     def _backend(self) -> str:
-        """Return the backend of the process group. Elastic runs use gloo, where a process can leave a broken group."""
+        """Return the backend of the process group.
+
+        Elastic runs use gloo, because a process can leave its broken groups.
+        """
         return "gloo" if self.elastic else super()._backend()
 
     def place_task(self, task: "Task") -> None:

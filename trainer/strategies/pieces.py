@@ -83,7 +83,7 @@ def combine(outputs: Sequence[Any], sizes: Sequence[Any], device: torch.device) 
     Floating-point scalars are treated as means over samples and averaged, weighted by the number of samples. Integer
     scalars are treated as counts and added. Tensors and arrays are concatenated along their first dimension, lists of
     plain values are joined, and containers are combined item by item. An output of None counts as zero; if all outputs
-    are None, so is the result. Other values are kept if all pieces agree, otherwise collected in a list.
+    are None, so is the result. Other values are kept if all pieces agree, and are otherwise collected in a list.
 
     Raises TaskError if the outputs have different types.
     """

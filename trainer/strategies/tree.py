@@ -149,7 +149,7 @@ class Bucket:
         self.layout = layout
         self.replicas = ReplicaStack(layout.owned(process), len(self.parameters))
         self.missing: set[int] = set()
-        """Indices of the gradients that the current backward has not computed yet."""
+        """Indices of the gradients that the current backward pass has not computed yet."""
         # A process's replicas may not form a single subtree (3 + 3 + 2 of 8), so it sends its maximal subtrees. Every
         # rank derives them all from the layout, so shapes are never sent.
         self.nodes_of = [partial_nodes(layout.owned(rank)) for rank in range(layout.processes)]

@@ -360,7 +360,7 @@ class RemoteStateDicts(StateDicts):
         self.strategy = strategy
 
     def parts(self, world_size: int) -> StateParts:
-        """Count only trainers as processes with batches; how weights are sharded depends on the task."""
+        """Count only trainers as processes with batches. The task determines how weights are sharded."""
         return StateParts(world_size - self.strategy.servers, weights=None)
 
     def load_model(self, task: "Task", weights: Mapping[str, Any], strict: bool) -> None:

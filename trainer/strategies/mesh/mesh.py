@@ -164,7 +164,7 @@ class MeshStrategy(GroupStrategy):
         self.shard_tree: ShardTree | None = None
         """Sums sharded gradients in a fixed order."""
         self.tensor_gradients: TensorGradients | None = None
-        """Gradients of parameters that are not split along the axis tensor."""
+        """Gradients of parameters that are not split along the `tensor` axis."""
         self.mesh_states = MeshStateDicts(self.asked)
         self.state_dicts: ShardedStateDicts = self.mesh_states
 

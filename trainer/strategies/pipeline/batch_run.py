@@ -4,7 +4,7 @@
     last stage    runs training_step on each micro-batch and continues after the last block: loss, output, logged values
 
 Both stages start a micro-batch from the same random state. Random numbers that the step draws before the model, for
-example for mixup, are therefore the same on both.
+example for mixup, are therefore the same on both stages.
 """
 
 from collections.abc import Iterable, Sequence
