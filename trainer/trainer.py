@@ -61,8 +61,9 @@ class Trainer(TrainerView):  # noqa: D101 - arguments and docstring come from Tr
     ) -> None:
         """Train a task.
 
-        `resume="auto"` continues from the newest complete checkpoint of this run name, in the same run directory, if
-        there is one. A path starts a new run directory from that checkpoint; Lightning calls this argument `ckpt_path`.
+        `resume="auto"` continues from the newest complete checkpoint of the run with this name, in the same run
+        directory, if there is one. A path starts a new run directory from that checkpoint; Lightning calls this
+        argument `ckpt_path`.
         """
         request = Request.of("fit", model, datamodule, source=resume or ckpt_path)
         request.take_loaders(train=train_dataloaders, validation=val_dataloaders)

@@ -72,7 +72,7 @@ class TrainerView(TrainerArguments):
 
     @property
     def elapsed(self) -> float:
-        """Elapsed time of the run in seconds, including all resumes. The same on every rank."""
+        """Elapsed time of the run in seconds, including all resumes. All ranks have the same value."""
         # not this process's clock, which would let ranks with a time limit stop at different steps
         return self.run.agreement.elapsed if self.run is not None else self.state.elapsed
 

@@ -4,7 +4,7 @@ checkpoints/
 |-- base/
 |   `-- 3f5a...safetensors    named by its SHA-256 and never changed; its header has the SHA-256 of each tensor
 `-- step-00001200/
-    |-- model.safetensors     the weights that the base does not have, or has with other values
+    |-- model.safetensors     the weights that are missing from the base or differ from it
     `-- manifest.json         lists the base as base.safetensors, with its size and its SHA-256
 
 A reader takes a weight from the checkpoint's file or, if the file lacks the weight, from the file's base. Each file

@@ -196,7 +196,7 @@ class MapLoader:
 
 
 def is_dealable(loader: Any) -> bool:
-    """Return whether `loader` is a plain DataLoader over a map-style dataset, so that its samples can be distributed."""
+    """Return whether `loader` is a plain DataLoader over a map-style dataset, whose samples can be distributed."""
     return (
         type(loader) is DataLoader
         and not isinstance(loader.dataset, IterableDataset)

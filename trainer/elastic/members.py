@@ -55,7 +55,10 @@ class ElasticMembership(Membership):
     """Membership in an elastic run. As a context manager, it recovers from broken connections and new generations."""
 
     def __init__(self, trainer: "Trainer") -> None:
-        """Raises ConfigError if another launcher started this process, or if use_distributed_sampler is False."""
+        """Create the membership.
+
+        Raises ConfigError if another launcher started this process, or if use_distributed_sampler is False.
+        """
         elastic_worker = find_elastic_worker()
         if elastic_worker is None:
             raise ConfigError(

@@ -152,7 +152,7 @@ class SharedMetrics(Metrics):
         return {}
 
     def newest_values(self) -> Reduced:
-        """Return the newest step's values, which every rank has. Not a collective."""
+        """Return the newest step's values, which every rank has. This is not a collective call."""
         return sort_out(self._totals_of_step(), "_step")
 
     def gather_step(self, extra: Sequence[float]) -> tuple[list[tuple[Series, float]], list[float]]:

@@ -27,7 +27,7 @@ class Member(NamedTuple):
 
 @dataclass(frozen=True)
 class ElasticWorker:
-    """Description of a worker in an elastic run. The worker receives it when it starts."""
+    """Description of a worker in an elastic run. The worker receives this description when it starts."""
 
     member: Member
     port: int
@@ -172,11 +172,11 @@ class MemberRegistry:
         self.members = [remaining for remaining in self.members if remaining in self.have_state]
 
     def request_generation(self, version: int) -> None:
-        """Request a new generation after the group of generation `version` has broken without a death."""
+        """Request a new generation after the group of generation `version` has broken, although no process died."""
         self.is_requested |= version == self.generation.version
 
     def decide(self) -> Generation | None:
-        """Return the next generation, if it is time for one."""
+        """Return the next generation, or None if none is needed yet."""
         if not self.running or not self.members:
             return None
         if not self.finished:  # once a member has finished, a new member could only wait for the end

@@ -151,7 +151,7 @@ def first_bad_module(trainer: "Trainer", item: ReplicaBatch, batch: Any) -> tupl
 
 
 def named_tensors(value: Any, place: str = "batch") -> Iterator[tuple[str, Tensor]]:
-    """Yield the path and value of each floating point tensor in a batch or an output."""
+    """Yield the path and value of each floating-point tensor in a batch or an output."""
     if isinstance(value, Tensor):
         if value.is_floating_point():
             yield place, value

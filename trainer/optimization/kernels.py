@@ -88,7 +88,7 @@ def compile_in_place(task: nn.Module, options: bool | Mapping[str, Any]) -> None
 
 
 def _called_children(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield a module's children; those of a ModuleList or ModuleDict, which is never called, take its place."""
+    """Yield a module's children. The children of a ModuleList or ModuleDict, which is never called, take its place."""
     for child in module.children():
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
             yield from _called_children(child)

@@ -18,8 +18,8 @@ SECONDS_BETWEEN = 1.0
 class Agreement:
     """Agreement on stopping, about once a second, at a step that all ranks derive from the previous agreement.
 
-    Ranks do not communicate in between. During an evaluation they agree at a round of batches; a rank without batches
-    in the last rounds takes part until all ranks are done.
+    Ranks do not communicate in between. During an evaluation, they agree after a round of batches. A rank without
+    batches in the last rounds takes part until all ranks are done.
     """
 
     def __init__(self, ranks: Ranks, step: int, elapsed: float) -> None:

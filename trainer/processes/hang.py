@@ -182,7 +182,7 @@ class Watchdog:
         self.stacks.close()
 
     def begin(self) -> None:
-        """Mark the end of start-up, after which `hang_timeout` counts on all ranks."""
+        """Mark the end of start-up, after which `hang_timeout` applies on all ranks."""
         self.begun = True
         with suppress(RuntimeError):  # connect while all ranks exist: in a short run the thread may be too late
             self._connect()
@@ -259,7 +259,7 @@ class Watchdog:
         return self.begun, self.loop.doing, state.global_step, state.epoch, state.epoch_ended, *batches
 
     def _connect(self) -> Board | None:
-        """Return the board, which has its own connection because the main thread may hang on the other one."""
+        """Return the board. It has its own connection, because the main thread may hang on the main connection."""
         with self.connecting:
             group = distributed.group.WORLD if distributed.is_initialized() else None
             if group is not self.group:

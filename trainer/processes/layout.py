@@ -86,8 +86,8 @@ def describe_layout(entries: Sequence[ProcessEntry], origin: str, meeting: str) 
     """Return the layout as text: a line for the run and a line for each node.
 
     Args:
-        origin: see Place. It is left out for a single process without a launcher, because `legato check` starts a
-            process that the run does not need.
+        origin: see Place. The origin is left out for a single process without a launcher, because `legato check` starts
+            a process that the run does not need.
     """
     nodes: dict[tuple[int, str], list[ProcessEntry]] = {}
     for entry in entries:

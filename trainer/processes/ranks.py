@@ -190,7 +190,7 @@ class Timeouts:
     """
 
     def __init__(self, wanted: Timeout) -> None:
-        """Raises ConfigError for an unknown phase, and for values other than positive numbers."""
+        """Set the timeouts. Raises ConfigError for an unknown phase, and for values other than positive numbers."""
         limits: Mapping[Phase, float] = wanted if isinstance(wanted, Mapping) else dict.fromkeys(PHASES, wanted)
         for phase, seconds in limits.items():
             if phase not in PHASES:

@@ -156,7 +156,10 @@ def is_same_run(directory: Path | None, checkpoint: Location | None) -> bool:
 
 
 def run_of(checkpoint: Location, root: Location, name: str) -> Path | None:
-    """Return the directory of the run that wrote a checkpoint: above it, below `root`, or a run of this name."""
+    """Return the directory of the run that wrote a checkpoint.
+
+    It is above the checkpoint, below `root`, or a run with this name.
+    """
     root = root.resolve()
     folders = [folder for folder in checkpoint.resolve().parents if root in folder.parents]
     parents = [remote.refresh(local_folder(folder)) if isinstance(folder, Address) else folder for folder in folders]
@@ -272,7 +275,7 @@ class StoredRun:
         return next((newest for run in map(remote.refresh, runs) if (newest := newest_in(run)) is not None), None)
 
     def _best(self, newest: Location) -> tuple[str, Location]:
-        """Return the best complete checkpoint in the folder of the newest, which is already verified, or the newest."""
+        """Return the best complete checkpoint in the newest checkpoint's folder. The newest is already verified."""
         candidates = best_checkpoints(newest.parent, load_manifest(newest).run)
         best = first_complete(candidates, lambda path: path == newest or verify(path))
         if best is not None:

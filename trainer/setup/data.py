@@ -1,4 +1,4 @@
-"""Loaders of a stage: find them, check them, and distribute their batches over processes and replicas."""
+"""Finds and checks the loaders of a stage, and distributes their batches over processes and replicas."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence

@@ -369,7 +369,7 @@ class RemoteStateDicts(StateDicts):
         self.strategy.collectives.barrier()
 
     def optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the state dict of an equivalent single process; only rank 0 has the states of remote modules."""
+        """Return the state dict of an equivalent single-process run; only rank 0 has the states of remote modules."""
         local = optimizer.state_dict()
         if self.strategy.collectives.rank > 0:
             return local
@@ -386,7 +386,7 @@ class RemoteStateDicts(StateDicts):
         return {"state": state, "param_groups": [{**local["param_groups"][0], "params": list(range(len(places)))}]}
 
     def load_optimizer(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Load the state dict of an equivalent single process, here and on the servers."""
+        """Load the state dict of an equivalent single-process run, here and on the servers."""
         places, group = self._places(), state["param_groups"][0]
         if len(places) != len(group["params"]):
             raise ValueError(f"expected states for {len(places)} parameters, got {len(group['params'])}")

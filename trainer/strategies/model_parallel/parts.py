@@ -136,7 +136,7 @@ def check_counts(split: Any, parts: int) -> None:
 def split_evenly(sizes: Sequence[int], parts: int) -> list[int]:
     """Return how many of `sizes` each part takes, so that the largest sum is minimal and no part is empty.
 
-    The smaller sum of squares breaks ties. Solves the linear partition problem by dynamic programming in parts x
+    Ties are broken by the smaller sum of squares. Solves the linear partition problem by dynamic programming in parts x
     len(sizes)^2 steps (Skiena, The Algorithm Design Manual, section 10.7).
     """
     ends = [0]

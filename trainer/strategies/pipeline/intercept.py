@@ -174,7 +174,10 @@ class BlockInterceptor:
 
 
 def intercepted(kind: type[nn.Module], enter: Callable[..., Any]) -> type[nn.Module]:
-    """Return a subclass of `kind` that calls `enter`. It overrides __call__, not forward, so that no hooks run."""
+    """Return a subclass of `kind` that calls `enter`.
+
+    The subclass overrides __call__, not forward, so that no hooks run.
+    """
     members = {"__call__": lambda self, *args, **kwargs: enter(*args, **kwargs), "__module__": kind.__module__}
     return type(kind.__name__, (kind,), members)
 
