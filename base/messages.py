@@ -83,7 +83,7 @@ LEVELS = {"--quiet": logging.WARNING, "--verbose": logging.DEBUG}
 
 @contextmanager
 def shown_from(option: str | None) -> Iterator[None]:
-    """Within this context, use the log level of an option in LEVELS, also in workers started in the context."""
+    """In this context and in workers started from it, use the log level of an option in LEVELS."""
     log = logging.getLogger("legato")
     before = log.level
     try:

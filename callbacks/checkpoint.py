@@ -203,7 +203,7 @@ class Checkpoint(CheckpointCallback):
         """Reset the state of the previous run. Raises ConfigError if two Checkpoint callbacks share a folder."""
         if stage != "fit":
             return
-        # for all callbacks, since those that are set up later have no folder yet or still the previous run's
+        # for all callbacks, since callbacks that are set up later have no folder yet, or still have the previous run's
         for callback in trainer.checkpoint_callbacks:
             callback.find_folder(trainer)
         folders = [to_location(c.dirpath).resolve() for c in trainer.checkpoint_callbacks if c.dirpath is not None]

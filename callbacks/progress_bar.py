@@ -34,9 +34,9 @@ class ProgressBar(ProgressDisplay):
     """Shows a progress bar, a table with a row for each epoch, and a summary line at the end.
 
     The bar shows the epoch, the step, the time left in the epoch, samples per second over all replicas, and metrics
-    logged with `prog_bar=True`. For training metrics it shows the mean over the epoch so far (with multiple processes,
-    up to the newest logging point), for other metrics the newest value. tqdm redraws it at most ten times a second.
-    Outside of terminals and notebooks, the bar becomes one line per minute. Metrics are read from the device at logging
+    logged with `prog_bar=True`. For training metrics, it shows the mean over the epoch so far (with multiple processes,
+    up to the newest logging point); for other metrics, the newest value. tqdm redraws it at most ten times a second.
+    Outside of terminals and notebooks, a line per minute replaces the bar. Metrics are read from the device at logging
     points and every two seconds.
 
     The table shows metrics logged with `prog_bar=True` and the metric that a Checkpoint monitors, whose best value is

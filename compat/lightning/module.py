@@ -302,7 +302,7 @@ class LightningModule(InitialHyperparameters, Task):
 
     # --- optimization -----------------------------------------------------------------------------------------------
     def make_optimizers(self) -> tuple[list[Optimizer], list[SchedulerConfig]]:
-        """Return the optimizers and schedulers for a fit; warn about those that Legato rejects in a task."""
+        """Return the optimizers and schedulers for a fit. Warn about any that Legato would reject in a task."""
         return make_optimizers(self)
 
     def clip_gradients(

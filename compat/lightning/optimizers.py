@@ -70,7 +70,7 @@ class LRSchedulerConfig(SchedulerConfig):
 
 
 def make_optimizers(module: Any) -> tuple[list[Optimizer], list[SchedulerConfig]]:
-    """Return a module's optimizers and schedulers; warn about those that Legato rejects in a task."""
+    """Return a module's optimizers and schedulers. Warn about any that Legato would reject in a task."""
     returned = module.configure_optimizers()
     if returned is None:
         rank_zero_warn(f"{type(module).__name__}.configure_optimizers returned None: fit will run with no optimizer.")

@@ -204,7 +204,7 @@ def is_oom_error(exception: BaseException) -> bool:
 
 
 def garbage_collection_cuda() -> None:
-    """Free unused memory, also on GPUs."""
+    """Free unused memory on the host and on GPUs."""
     # before emptying the cache, because cycles, such as an exception and its frames, keep tensors alive
     gc.collect()
     if torch.cuda.is_initialized():

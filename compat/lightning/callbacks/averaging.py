@@ -191,7 +191,7 @@ class StochasticWeightAveraging(weight_averaging.WeightAveraging, Callback):
     on_test_model_eval = on_predict_model_eval = on_validation_model_eval
 
     def on_save_checkpoint(self, trainer: "Trainer", task: "Task", checkpoint: dict[str, Any]) -> None:
-        """Store the training weights as the model's weights, also in a weights-only checkpoint."""
+        """Store the training weights as the model's weights, even in a weights-only checkpoint."""
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
     def state_dict(self) -> dict[str, Any]:

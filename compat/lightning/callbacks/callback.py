@@ -42,7 +42,7 @@ class Callback(callback.Callback):
     """A Legato callback with Lightning's attributes: `log` and `log_dict` work during a run."""
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """In classes of this package, rename parameters to Lightning's names, also in inherited methods."""
+        """In this package's classes, rename the parameters of methods, even inherited ones, to Lightning's names."""
         super().__init_subclass__(**options)
         if cls.__module__.startswith(ROOM):
             name_parameters(cls)
@@ -60,7 +60,7 @@ class Callback(callback.Callback):
 
 
 def name_parameters(cls: type) -> None:
-    """Rename the parameters of a class's public methods to Lightning's names, also in inherited methods."""
+    """Rename the parameters of a class's public methods, even inherited ones, to Lightning's names."""
     for name, method in getmembers(cls, isfunction):
         if not name.startswith("_") and OUR_NAME in signature(method).parameters:
             setattr(cls, name, with_lightnings_names(method))

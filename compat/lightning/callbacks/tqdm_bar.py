@@ -265,7 +265,7 @@ class TQDMProgressBar(ProgressBar):
         self._end(self.predict_progress_bar)
 
     def teardown(self, trainer: "Trainer", pl_module: Any, stage: str) -> None:
-        """Close all open bars, also after an exception."""
+        """Close all open bars, even after an exception."""
         for name in ("train", "val", "test", "predict"):
             bar = getattr(self, f"_{name}_progress_bar")
             if bar is not None:
