@@ -256,7 +256,7 @@ def test_export(saved, tmp_path, capsys):
     assert results.keys() == expected.keys()
     assert all(torch.equal(results[name], expected[name]) for name in results)
     assert main(["export", str(of(saved, "single")), str(target)]) == 1
-    assert "exists already" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
     assert main(["export", str(tmp_path / "nothing"), str(tmp_path / "b.safetensors")]) == 1
     assert main(["export", "x"]) == 2
     assert [path.name for path in tmp_path.iterdir()] == ["out.safetensors"]

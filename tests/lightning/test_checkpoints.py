@@ -418,5 +418,5 @@ def test_lightning_goes_on_from_a_checkpoint_of_legatos_own_trainer(tmp_path, ki
     assert_goes_on(resumed, rest)
     if moment == "epoch":
         assert_goes_on(full, rest)
-    with pytest.raises(CheckpointError, match="exists already"):
+    with pytest.raises(CheckpointError, match="already exists"):
         convert_checkpoint(tmp_path / "own", tmp_path / "x.ckpt")

@@ -240,7 +240,7 @@ def test_fsdp_takes_one_loss_alone(refused):
             loss = self.loss(batch)
             return [loss, 2 * loss]
 
-    assert "return one loss" in refused(TaskError, Losses(), devices=2, strategy="fsdp")
+    assert "Return one loss" in refused(TaskError, Losses(), devices=2, strategy="fsdp")
 
 
 class Counts:
