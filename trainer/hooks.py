@@ -264,7 +264,7 @@ def count_arguments(task: Any, step: str, several_loaders: bool = True) -> int:
 def fitted(hook: Callable[..., Any], count: int, several_loaders: bool) -> Callable[..., Any]:
     """Return `hook` as a function of `count` arguments.
 
-    If it takes one fewer, the last one, dataloader_idx, is dropped.
+    If the hook takes one argument fewer, the last argument, dataloader_idx, is dropped.
 
     As in Lightning, a hook with `*args` receives dataloader_idx only with `several_loaders`.
     """

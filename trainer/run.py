@@ -335,7 +335,7 @@ class Run(Call):
     def seed_hooks(self, hook: str) -> None:
         """Seed the generators equally on all ranks for a hook.
 
-        Without this, they would depend on each rank's last replica.
+        Without this, random numbers would depend on each rank's last replica.
         """
         state = self.state
         seed_generators(hook_key(state.seed, hook, state.global_step, state.epoch))
@@ -418,7 +418,7 @@ class Run(Call):
             log.warning("%s", problem)
 
     def hint_at_few_points(self) -> None:
-        """Log a hint if the run is shorter than log_every_n_steps, so that it logs its last step only."""
+        """Log a hint if the run is shorter than log_every_n_steps, so that the run logs only its last step."""
         trainer = self.trainer
         steps, every = trainer.estimated_stepping_batches, trainer.log_every_n_steps
         if steps < every and trainer.loggers and trainer.is_global_zero:
@@ -476,7 +476,7 @@ class Run(Call):
         self.loop.epoch_skipped, self.loop.samples_of_epoch = True, samples
 
     def steps_left(self) -> Iterator[StepInput]:
-        """Return the remaining steps of the epoch; none if a hook at its start skipped it or ended the run."""
+        """Return the remaining steps of the epoch; none if a hook at its start skipped the epoch or ended the run."""
         if self.loop.epoch_skipped or self.schedule.stops_here():
             return iter(())
         return self.training_data.epoch(self.state.epoch, self.state.epoch_steps)

@@ -59,7 +59,7 @@ class Schedule:
     def is_last_step(self, epoch_is_over: bool) -> bool:
         """Return whether the newest step is a logging point because the run ends after it.
 
-        A run that a signal ends does not count: a resume continues it.
+        A run that a signal ends does not count, because a resume continues the run.
         """
         if not self.state.epoch_steps:
             return False

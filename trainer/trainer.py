@@ -1,7 +1,7 @@
 """Trainer: how training works, top to bottom.
 
 `fit` is the training loop, `train_step` one optimizer step, `evaluate` one pass over evaluation loaders.
-`lifecycle.begin` sets up everything they use. `view.TrainerView` has the read-only properties.
+`lifecycle.begin` sets up everything that these methods use. `view.TrainerView` has the read-only properties.
 """
 
 from pathlib import Path
@@ -205,7 +205,7 @@ class Trainer(TrainerView):  # noqa: D101 - arguments and docstring come from Tr
         run.schedule.after_validation()
 
     def end_epoch(self) -> None:
-        """End the epoch. If the run stops in the middle of it, call its end hooks but don't count it."""
+        """End the epoch. If the run stops in the middle of the epoch, call the end hooks but don't count the epoch."""
         run, schedule = self.current_run, self.current_run.schedule
         run.end_steps()
         complete = run.loop.epoch_skipped or not schedule.stops_here() or schedule.epoch_is_full

@@ -189,7 +189,7 @@ class TrainerView(TrainerArguments):
 
     @property
     def lr_scheduler_configs(self) -> list[SchedulerConfig]:
-        """The task's learning rate schedulers and when they step."""
+        """The task's learning rate schedulers, with the times at which they step."""
         return self.current_run.optimization.schedulers if self.current_run.is_complete else []
 
     @property

@@ -425,7 +425,7 @@ def require_new(target: Path) -> None:
 
 @contextmanager
 def whole_file(target: Path) -> Iterator[Path]:
-    """Yield a path to write to, with the suffix of `target`; on success it becomes `target`, on failure it is deleted.
+    """Yield a path to write to, with the suffix of `target`; it becomes `target` on success and is deleted on failure.
 
     Raises CheckpointError instead of OSError.
     """

@@ -255,7 +255,7 @@ def without(indices: Sequence[Any], left_out: Collection[int]) -> list[Any]:
 
 
 class KeyedIndices(list[Any]):
-    """The dataset indices of one batch, with its epoch and first position, the key for random numbers during loading.
+    """The dataset indices of one batch, with its epoch and first position, which key random numbers during loading.
 
     The class is a list, so that any dataset's `__getitems__` accepts it. Both numbers survive pickling to a worker.
     """

@@ -242,7 +242,10 @@ class ElasticWorkerGroup(WorkerGroup):
             self.store.release_member(member, returns_result=not self.has_result)
 
     def _close(self) -> None:
-        """End the run after its last member, successfully if any member finished. Kill processes yet to join."""
+        """End the run after its last member, successfully if any member finished.
+
+        Kill processes that have not joined yet.
+        """
         self.closed = True
         # if all members have died, the failures survived so far are the cause
         if not self.registry.finished and self._preempted_at is None:

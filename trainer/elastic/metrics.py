@@ -78,7 +78,7 @@ class SharedMetrics(Metrics):
     def flush(self) -> None:
         """Read all pending values. Training values wait for the next exchange.
 
-        If they did not wait, an interrupted step, which is repeated, would count twice.
+        If training values did not wait, an interrupted step, which is repeated, would count twice.
         """
         if self.stage == "train":
             self.unshared += self.read_pending()

@@ -45,7 +45,7 @@ class ElasticWorker:
 
 @dataclass(frozen=True)
 class Generation:
-    """A list of members, ordered by rank, and the instruction to them."""
+    """A list of members, ordered by rank, and the instruction to these members."""
 
     version: int
     members: tuple[Member, ...]
@@ -165,7 +165,7 @@ class MemberRegistry:
         self.members = [remaining for remaining in self.members if remaining != member]
 
     def finish(self, member: Member) -> None:
-        """Record that a member, and so the run, has finished. No process can join it any more."""
+        """Record that a member, and so the run, has finished. No process can join the run anymore."""
         self.remove(member)
         self.finished.add(member)
         self.spares += [remaining for remaining in self.members if remaining not in self.have_state]

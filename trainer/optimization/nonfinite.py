@@ -89,7 +89,7 @@ class SkipGuard:
         self.state.skipped_steps += 1
 
     def _loss_is_bad(self) -> bool:
-        """Return whether the loss is non-finite, and not only its scaled gradient."""
+        """Return whether the loss itself is non-finite, rather than only its scaled gradient."""
         if self.strategy.precision.scaler is None:
             return True
         values = to_floats([loss for loss, _ in self.metrics.losses])

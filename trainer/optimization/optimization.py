@@ -99,7 +99,7 @@ class Optimization:
     def _find_draws(self) -> tuple[bool, bool, bool]:
         """Return whether updates, hooks before updates, and hooks before steps may draw random numbers.
 
-        If so, they must be seeded.
+        If so, the generators must be seeded.
         """
         if self.trainer.reproducible == "off":
             return False, False, False
@@ -190,7 +190,7 @@ class Optimization:
             self.recheck.begin_step(step)
 
     def zero_gradients(self, step: StepInput) -> None:
-        """Clear the gradients and the losses they come from."""
+        """Clear the gradients and the losses from which they were computed."""
         if self.losses is not None:
             self.losses.clear()
         if self.own_zero_grad:
@@ -332,7 +332,7 @@ class Optimization:
     def _keyed_hooks(
         self, hook: str, may_draw: bool, optimizer: Optimizer | None = None
     ) -> AbstractContextManager[object]:
-        """Return a context for hooks within a replica's step, which keys the generators and restores them."""
+        """Return a context for hooks within a replica's step. It keys the generators and then restores their states."""
         return keyed_generators(self._hook_key(hook, optimizer)) if may_draw else nullcontext()
 
     @property

@@ -14,7 +14,7 @@ class WeightWatch:
     training_step and the hooks around it run once per replica, so weights that they change would depend on the
     assignment of replicas to processes. Version counters reveal a write that changes no value yet, as when a teacher
     starts as a copy. Values reveal a write through `.data`, which does not change the version. Values are only read in
-    the first step, because reading them synchronizes with the device.
+    the first step, because reading values synchronizes with the device.
     """
 
     def __init__(self, task: nn.Module) -> None:

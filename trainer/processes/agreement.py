@@ -18,7 +18,7 @@ SECONDS_BETWEEN = 1.0
 class Agreement:
     """Agreement on stopping, about once a second, at a step that all ranks derive from the previous agreement.
 
-    Ranks do not communicate in between. During an evaluation, they agree after a round of batches. A rank without
+    Ranks do not communicate in between. During an evaluation, the ranks agree after a round of batches. A rank without
     batches in the last rounds takes part until all ranks are done.
     """
 

@@ -93,7 +93,7 @@ def is_loopback(host: str) -> bool:
 def keep_to_loopback() -> None:
     """Restrict gloo and NCCL to the loopback interface, unless the user has chosen another interface.
 
-    By default they use the interface of this machine's name, to which other machines can connect.
+    By default, gloo and NCCL use the interface of this machine's name, to which other machines can connect.
     """
     name = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), "")
     for library in ("GLOO", "NCCL", "TP") if name else ():
@@ -104,7 +104,7 @@ def keep_to_loopback() -> None:
 def tell_failure(text: str, by_user: bool) -> None:
     """Tell a launcher's other ranks that this process failed before the rendezvous.
 
-    Otherwise, they would wait there for minutes.
+    Without this, the other ranks would wait at the rendezvous for minutes.
 
     Args:
         by_user: if True, the ranks raise ConfigError; otherwise, they raise WorkerError.

@@ -26,7 +26,8 @@ END_SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP
 def handling_end_signals(handler: Callable[[int], None], watch: "SignalWatch | None" = None) -> Iterator[None]:
     """Call `handler` for signals that ask this process to end; does nothing outside of the main thread.
 
-    `watch` ends the process if it does not answer a signal. Without it, a watch of an outer context is suspended.
+    `watch` ends the process if it does not answer a signal. Without `watch`, the watch of an outer context is
+    suspended.
 
     Ignored signals stay ignored, such as SIGINT in a shell's background job. Forked children use the default handlers,
     because their parent ends them with signals.
@@ -98,15 +99,15 @@ os.register_at_fork(after_in_child=_forget)
 class SignalWatch:
     """Ends this process at a second Ctrl-C, or GRACE seconds after SIGTERM or SIGHUP.
 
-    A save in progress is finished first, as long as it makes progress. Use it as a context manager in the main thread;
-    in other threads it does nothing.
+    A save in progress is finished first, as long as it makes progress. Use the watch as a context manager in the main
+    thread. In other threads, it does nothing.
     """
 
     def __init__(self, attends: bool = True) -> None:
         """Prepare to watch for signals.
 
         Args:
-            attends: True if this process handles SIGTERM and SIGHUP; otherwise they end it anyway.
+            attends: True if this process handles SIGTERM and SIGHUP; otherwise, these signals end it anyway.
         """
         self.attends = attends
         self.nothing_to_save = True

@@ -118,7 +118,7 @@ def fingerprint_of(trainer: TrainerArguments, optimization: "Optimization") -> d
 
 
 def samples_of(trainer: TrainerArguments, loader: Any, rounds: int | None, dealt_out: bool) -> dict[str, Any]:
-    """Return the settings that decide which samples make up a step, as far as the training loader shows them.
+    """Return the settings that decide which samples make up a step, as far as the training loader reveals these.
 
     Args:
         rounds: batches of each replica in an epoch, None if unknown.

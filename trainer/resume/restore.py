@@ -29,7 +29,7 @@ log = logging.getLogger("legato")
 def start_state(trainer: "Trainer", saved: Mapping[str, Any] | None) -> None:
     """Set the trainer's state to the start of a run or to a checkpoint's state.
 
-    A run keeps its seed; if the trainer's seed differs, it is ignored with a message. Raises ConfigError if the trainer
+    A run keeps its seed. If the trainer's seed differs, it is ignored with a message. Raises ConfigError if the trainer
     asks for a different number of replicas.
     """
     state, asked, processes = trainer.state, trainer.replicas, trainer.strategy.data_ranks.size

@@ -236,7 +236,7 @@ class RunDirectory:
 
     @property
     def best_checkpoint(self) -> CheckpointEntry | None:
-        """The complete checkpoint with the best value; None if there is none or it is unknown."""
+        """The complete checkpoint with the best value; None if there is none or if it is unknown."""
         best = find.best_checkpoints(checkpoints_of(self.path), identity_of(self.path))
         return _checkpoint(best[0]) if best else None
 

@@ -30,7 +30,7 @@ END_WAIT, RELEASE_WAIT = 1.0, 5.0
 
 
 class RunLock:
-    """Exclusive right to write to a folder, from `take` to `release`; forked children do not inherit it."""
+    """Exclusive right to write to a folder, from `take` to `release`. Forked children do not inherit this right."""
 
     def __init__(self, folder: Path, stage: str) -> None:
         self.folder, self.path, self.stage = folder, folder / LOCK, stage
@@ -59,7 +59,7 @@ class RunLock:
         (self.folder / HOLDER).write_text(json.dumps(record), encoding="utf-8")
 
     def check(self) -> None:
-        """Raise CheckpointError if another run has taken the lock; take it again if its file was deleted."""
+        """Raise CheckpointError if another run has taken the lock; take the lock again if its file was deleted."""
         if not self._lease.is_locked or self._lease.is_lock_held_by_us:
             return
         if self.folder.is_dir() and not self.path.exists():

@@ -27,7 +27,10 @@ EXCLUSIVE = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "memory"}
 
 
 class ObjectLock:
-    """Exclusive right to write to a folder of a store, from `take` to `release`; forked children do not inherit it."""
+    """Exclusive right to write to a folder of a store, from `take` to `release`.
+
+    Forked children do not inherit this right.
+    """
 
     def __init__(self, folder: str, stage: str) -> None:
         self.folder, self.stage, self.token = folder, stage, ""
@@ -56,7 +59,7 @@ class ObjectLock:
         threading.Thread(target=self._beat, args=(self._released,), name="legato-lock", daemon=True).start()
 
     def check(self) -> None:
-        """Raise CheckpointError if another run has taken the lock; write it again if it was deleted."""
+        """Raise CheckpointError if another run has taken the lock; write the lock again if it was deleted."""
         if not self.token:
             return
         try:

@@ -192,7 +192,7 @@ FRESH = "Set checkpoint=none to use new weights."
 class StoredRun:
     """The run in `directory`, or the newest run with a name that has a complete checkpoint.
 
-    The process that decides for all ranks resolves it: rank 0, or the process that starts the workers.
+    The process that decides for all ranks resolves the run: rank 0, or the process that starts the workers.
     """
 
     root: Location

@@ -56,7 +56,7 @@ class Start:
 def find_start(call: Call, request: Request) -> tuple[Start, dict[str, Any] | None]:
     """Find and read the checkpoint, and make the run directory. Return the start, and the checkpoint's contents.
 
-    Rank 0 decides for all. If the newest checkpoint of a folder is damaged, it chooses the next older one.
+    Rank 0 decides for all. If the newest checkpoint of a folder is damaged, rank 0 chooses the next older checkpoint.
     """
     trainer, strategy, damaged = call.trainer, call.strategy, list[Location]()
     ranks, saved = strategy.collectives, None

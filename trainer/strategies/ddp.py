@@ -253,7 +253,7 @@ def _is_quantized(task: nn.Module) -> bool:
 
 
 class DDPSteps(nn.Module):
-    """Module whose forward calls a step of the task; DDP wraps it."""
+    """Module whose forward calls a step of the task; DDP wraps this module."""
 
     def __init__(self, task: "Task", run: Callable[[str, Sequence[Any]], Any]) -> None:
         """Wrap a function that runs a step.

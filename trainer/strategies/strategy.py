@@ -128,7 +128,7 @@ class Strategy:
     def serve(self, place: Place, task: "Task | None" = None, seed: int = 0) -> bool:
         """Return whether the process at this place serves the other processes instead of running the loop.
 
-        If there is a task, serve them until their run ends.
+        If there is a task, serves the other processes until their run ends.
         """
         return False
 

@@ -171,7 +171,7 @@ class Bucket:
         self.kept = self._take_gradients()
 
     def abandon(self) -> None:
-        """Drop the gradients of an unfinished step, and restore those from before it."""
+        """Drop the gradients of an unfinished step, and restore the gradients from before the step."""
         self.replicas.reset()
         for parameter, gradient in zip(self.parameters, self.kept, strict=True):
             parameter.grad = gradient

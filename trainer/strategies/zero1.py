@@ -52,7 +52,8 @@ class Zero1Strategy(DDPStrategy):
     def _sharded(self, optimizer: Optimizer) -> Optimizer:
         """Return an optimizer that updates this process's shard.
 
-        It shares the parameter groups of `optimizer`, so that learning rate schedulers of `optimizer` affect it.
+        The returned optimizer shares the parameter groups of `optimizer`, so that learning rate schedulers of
+        `optimizer` affect it.
         """
         if isinstance(optimizer, ZeroRedundancyOptimizer):
             raise ConfigError(

@@ -106,7 +106,10 @@ class DDPRPCStrategy(DDPStrategy):
         return trainers
 
     def serve(self, place: Place, task: "Task | None" = None, seed: int = 0) -> bool:
-        """Return whether this process is a server. If it is, and has a task, serve its modules until the run ends."""
+        """Return whether this process is a server.
+
+        If it is a server with a task, serve its modules until the run ends.
+        """
         index = place.rank - self._trainers(place)
         if index >= 0 and task is not None:
             remote.build_served_modules(task, divided(task.remote_modules(), self.servers)[index], seed)

@@ -100,7 +100,7 @@ def total_norm(gradients: Iterable[Tensor], ranks: int, device: torch.device) ->
     """Return the 2-norm of all gradients over `ranks` ranks, with one all-reduce on `device`.
 
     A rank divides its contribution by the number of ranks that hold the same shard. So every parameter counts once, on
-    any mesh and also if it is replicated. Gradients must not be partial sums.
+    any mesh, even if the parameter is replicated. Gradients must not be partial sums.
     """
     squares, kind = [], torch.float32
     for gradient in gradients:

@@ -133,7 +133,7 @@ class MeshStrategy(GroupStrategy):
         Args:
             data, shard, tensor: number of processes along each axis; one axis may be "auto", to use the rest.
             tensor_shards: number of shards per tensor-parallel layer, fixed for a run. Results are bitwise identical
-                for any `tensor` that divides it. None selects one per process.
+                for any `tensor` that divides it. None selects one shard per process.
             shard_blocks: classes of modules to gather as a block, or the minimum number of parameters in a block.
             reshard_after_forward: whether to free a block's gathered parameters after its forward pass; None frees all
                 blocks except the outermost one.

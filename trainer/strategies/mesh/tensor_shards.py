@@ -1,8 +1,8 @@
 """Splits layers into a fixed number of shards, so that any number of processes computes the same bits.
 
 The last bits of a matrix product depend on its shape, and those of a sum on its order. So each shard of a layer is a
-separate product, whichever process computes it, and one binary tree sums over shards: the outputs of a row, and the
-gradients of a column's input. The idea is that of "tree-based invariant kernels" (Zhang et al. 2025,
+separate product, regardless of the process that computes it, and one binary tree sums over shards: the outputs of a
+row, and the gradients of a column's input. The idea is that of "tree-based invariant kernels" (Zhang et al. 2025,
 https://arxiv.org/abs/2511.17826), for layers instead of kernels.
 """
 

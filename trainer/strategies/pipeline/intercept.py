@@ -8,7 +8,7 @@
                                   step computes the loss and logs values
 
 Therefore, a task needs no loss function apart from training_step. In return, a task must not compute anything between
-blocks, because not every process has the values there. The interceptor raises an error if it does.
+blocks, because not every process has the values there. The interceptor raises an error if the task does so.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -64,7 +64,7 @@ class BlockInterceptor:
             yield
 
     def input_of(self, step: Callable[[], Any]) -> tuple[Tensor, ...]:
-        """Run `step` up to the first block, and return the tensors that it passes to the block.
+        """Run `step` up to the first block, and return the tensors that `step` passes to the block.
 
         Raises TaskError if there are no tensors, if they depend on parameters, or if there are other arguments.
         """
