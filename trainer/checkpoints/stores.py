@@ -1,4 +1,4 @@
-"""Connects to object stores through fsspec and retries their transient errors, without torch."""
+"""Connects to object stores through fsspec, and retries requests after transient errors. Does not import torch."""
 
 import errno
 import os

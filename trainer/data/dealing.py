@@ -82,7 +82,7 @@ class DealtData:
         return deal.is_full(deal.steps - 1) and not self.dealing.left_out
 
     def epoch(self, epoch: int, start_step: int = 0, batches_at_most: int | None = None) -> Iterator[StepInput]:
-        """Return the steps of an epoch from `start_step` on; `batches_at_most` limits the batches over all replicas."""
+        """Return the steps of an epoch from `start_step` on, with up to `batches_at_most` batches over all replicas."""
         order, deal = self.order_and_deal(epoch, batches_at_most)
         if self.ranks.size > 1 and any(part.shuffled is None for part in self.source.map_loaders().values()):
             # a sampler may draw from a generator that ranks seed differently

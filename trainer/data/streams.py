@@ -90,7 +90,7 @@ class StreamData:
         return self.dealing.keyed and alone
 
     def epoch(self, epoch: int, start_step: int = 0, batches_at_most: int | None = None) -> Iterator[StepInput]:
-        """Yield the steps of an epoch from `start_step` on; `batches_at_most` limits the batches over all replicas."""
+        """Yield the steps of an epoch from `start_step` on, with up to `batches_at_most` batches over all replicas."""
         replicas, in_step = self.dealing.layout.replicas, self.dealing.accumulate * self.dealing.layout.replicas
         batches = self._read(epoch, start_step, batches_at_most)
         while items := list(islice(batches, in_step)):

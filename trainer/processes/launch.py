@@ -1,4 +1,4 @@
-"""Starts, watches and ends local worker processes together, and raises the first failure in the caller.
+"""Starts, monitors and stops local worker processes together, and raises the first failure in the caller.
 
 The caller sends the function through a file in a private folder, pickled by cloudpickle, and gets its result or
 exception back in the same way. Therefore, lambdas, notebooks and classes of the caller's script work, and the script
@@ -261,7 +261,7 @@ class WorkerGroup:
             worker.send(number)
 
     def watch(self) -> None:
-        """Wait until all workers have ended; end the others when one fails, or some time after Ctrl-C."""
+        """Wait until all workers have exited. End the others if one fails, or some time after Ctrl-C."""
         is_killed = False
         while self._is_running():
             # returns as soon as a process ends

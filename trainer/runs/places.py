@@ -34,7 +34,7 @@ log = logging.getLogger("legato")
 
 
 def versions(root: Location, name: str) -> list[Path]:
-    """Return the run directories with a name, oldest first; for a store, their local folders."""
+    """Return the run directories with this name, oldest first. For a store, these are local folders."""
     folder = root / name
     if isinstance(folder, Address):
         directories = [local_folder(folder / name) for name in remote.names_in(folder) if VERSION.fullmatch(name)]
@@ -138,8 +138,8 @@ def newest_in(directory: Path, check: Check = verify, folders: Sequence[Location
 def folder_to_read(directory: Path | None, newest: Location | None) -> Location | None:
     """Return the folder of a run's newest checkpoint, so that a reader can fall back to an older checkpoint.
 
-    If the checkpoint is outside of the run directory, returns the checkpoint itself: its folder may hold other runs'
-    checkpoints.
+    If the checkpoint is outside of the run directory, returns the checkpoint itself, because its folder may hold other
+    runs' checkpoints.
     """
     is_inside = newest is not None and directory is not None and location_of(directory) in newest.parents
     return newest if newest is None or (is_same_run(directory, newest) and not is_inside) else newest.parent

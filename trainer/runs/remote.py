@@ -191,7 +191,7 @@ def make(run: Address, record: bytes) -> Path | None:
 
 
 def upload(folder: Path) -> None:
-    """Upload files written to a run directory after its run has ended; does nothing for a local run."""
+    """Upload files written to a run directory after its run has ended. Does nothing for a local run."""
     if isinstance(location_of(folder), Address):
         mirror = Mirror(folder)
         mirror.upload()

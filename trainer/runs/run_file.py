@@ -99,7 +99,7 @@ def identity_of(directory: Path | None) -> str:
 
 
 def require_readable(directory: Path) -> None:
-    """Raise ConfigError for a run directory of an earlier Legato."""
+    """Raise ConfigError for a run directory written by an earlier version of Legato."""
     if not (directory / RUN_FILE).exists() and any((directory / name).is_file() for name in _BEFORE):
         raise ConfigError(
             f"{directory} is a run directory of an earlier Legato, without {RUN_FILE}; the last commit that reads it "

@@ -79,7 +79,7 @@ class ShardedStateDicts(StateDicts):
     def open_writers(self, rank: int, size: int) -> None:
         """Create a process group for background saves, whose collectives must not mix with those of training.
 
-        All ranks must call this. All calls to a trainer share the group.
+        All ranks must call this. All calls to a trainer's methods share the group.
         """
         # always gloo, since NCCL cannot communicate tensors on the host
         if size > 1 and self._default_group is not dist.group.WORLD:

@@ -75,7 +75,7 @@ def partial_nodes(replicas: Iterable[int]) -> list[TreeNode]:
 
 
 def add_up(nodes_of: list[list[TreeNode]], values: Iterable[Value], add: Callable[[Value, Value], Value]) -> Value:
-    """Return the sum over all replicas; `values` contains the values of each rank's partial nodes, rank by rank."""
+    """Return the sum over all replicas. `values` contains the values of each rank's partial nodes, rank by rank."""
     # ranks are in the order of their replicas, as CarryStack requires
     stack = CarryStack(add)
     for node, value in zip((node for nodes in nodes_of for node in nodes), values, strict=True):
