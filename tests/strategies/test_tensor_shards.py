@@ -1,4 +1,4 @@
-"""Layers with a fixed number of shards: the same bits on any number of processes of the axis tensor."""
+"""Layers with a fixed number of shards: the same bits on any number of processes along the tensor axis."""
 
 from functools import partial
 

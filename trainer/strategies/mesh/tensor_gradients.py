@@ -101,7 +101,7 @@ def refuse_partial(names: list[str]) -> None:
         patterns = dict.fromkeys(re.sub(r"\b\d+\b", "*", name.rpartition(".")[0]) for name in names)
         entries = ", ".join(f'"{pattern}": "{REPLICATED}"' for pattern in patterns)
         raise TaskError(
-            f"The gradients of {first_names(names)} differ between the processes of the axis tensor: each process "
+            f"The gradients of {first_names(names)} differ between the processes along the tensor axis: each process "
             f"computed them from its shard of a layer. Add entries to tensor_plan that sum them: {{{entries}}}."
         )
 
@@ -111,5 +111,5 @@ def refuse_doubled(names: list[str]) -> None:
     if names:
         raise TaskError(
             f'tensor_plan says "{REPLICATED}" for {first_names(names)}, whose gradients are already equal on all '
-            f"processes of the axis tensor; a sum would multiply them. Leave them out of the plan."
+            f"processes along the tensor axis; a sum would multiply them. Leave them out of the plan."
         )
