@@ -238,7 +238,8 @@ def require_different(content: Any, ranks: Ranks, where: str) -> None:
     """Raise DataError if ranks that should read different shares read the same content. All ranks must call this."""
     if have_same(content, ranks) and content is not None:
         raise DataError(
-            f"All {ranks.size} processes read the same data in {where}, but each should read its own share: they would "
-            f"train on each sample {ranks.size} times. A dataset created before its process starts does not know its "
-            f"rank: create it in train_dataloader. Or remove use_distributed_sampler=false: Legato distributes samples."
+            f"All {ranks.size} processes read the same data in {where}, but each should read its own share; otherwise "
+            f"each sample is trained on {ranks.size} times. A dataset created before its process starts does not know "
+            f"its rank: create it in train_dataloader. Or remove use_distributed_sampler=false so that Legato "
+            f"distributes the samples."
         )

@@ -43,7 +43,7 @@ def write_atomically(path: Path, *contents: bytes) -> None:
 def leave(code: int, end: "int | Failure") -> NoReturn:
     """Write the report and kill this process and its children.
 
-    Streams are not flushed, because a thread that hangs may hold the lock of a stream.
+    Streams are not flushed, because a hung thread may hold a stream's lock.
     """
     try:
         if _report is not None:
