@@ -101,7 +101,7 @@ class TrainerArguments:
             batches in a fixed order. 0: off.
         use_distributed_sampler: True: shard training data across replicas, except for loaders that already yield a
             different share in each process. False: your loaders shard the data. "even": shard, and repeat the first
-            samples of an epoch until all replicas have equally many, as needed by steps that gather from all replicas.
+            samples of an epoch until all replicas have the same number, which steps that gather data require.
         loader: Options that override those of every DataLoader that Legato shards by sample: num_workers,
             prefetch_factor, persistent_workers, pin_memory. They affect the speed, not the samples.
         prefetch_to_device: On devices with streams, copy the next batch to the device during computation on the current

@@ -24,7 +24,7 @@ def get_variable(name: str) -> str | None:
 
 
 def read_int(*names: str) -> int | None:
-    """Return the value of the first of `names` that is set. Raises ConfigError if it is not an integer."""
+    """Return the value of the first variable in `names` that is set. Raises ConfigError if it is not an integer."""
     for name in names:
         value = os.environ.get(name, "").strip()
         if value:

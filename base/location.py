@@ -1,4 +1,4 @@
-"""Location: where checkpoints and runs are, a local path or an address in an object store. Does not import torch."""
+"""Location: the local path or object store address of checkpoints or runs. Does not import torch."""
 
 import os
 from importlib.util import find_spec
@@ -14,7 +14,7 @@ STORES = {
     **dict.fromkeys(("az", "abfs", "abfss"), ("az", "adlfs")),
     "hf": ("hf", "huggingface_hub"),
 }
-"""Legato's extra and the package that it installs, by URL scheme."""
+"""For each URL scheme, Legato's optional dependency group and the package that it installs."""
 
 
 REPOSITORY = (

@@ -1,4 +1,4 @@
-"""The place of this process in a process group, as defined by its launcher or the script.
+"""This process's place in a process group (its rank and node), as defined by its launcher or the script.
 
 This module does not import torch, since the command line uses it before torch is imported.
 """
@@ -34,7 +34,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Variables:
-    """Environment variables through which a launcher tells a process its place. The first one that is set counts."""
+    """Environment variables that give a process its rank and node. For each value, the first one that is set counts."""
 
     rank: tuple[str, ...]
     world_size: tuple[str, ...]
@@ -144,7 +144,7 @@ def _read(names: Variables, origin: str) -> Place | None:
 
 
 def _name(names: tuple[str, ...]) -> str:
-    """Return the first name that is set. Defaults to the last name, which SLURM also sets outside of job steps."""
+    """Return the first variable that is set. Defaults to the last one, which SLURM also sets outside of job steps."""
     return next((name for name in names if get_variable(name)), names[-1])
 
 

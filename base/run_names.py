@@ -27,7 +27,7 @@ EVENT_FILES = "events.out.tfevents."
 LARGEST = 64 << 20
 """Maximum size in bytes of a small file of a run directory, such as `run.json`."""
 ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+(.*)", re.DOTALL)
-"""Pattern of an address such as s3://bucket/run, or s3:/bucket/run after `Path`. One letter is a Windows drive."""
+"""Pattern of an address such as s3://bucket/run, or s3:/bucket/run from `Path`. A single letter is a Windows drive."""
 LONGEST = 255
 """Maximum length of a file name in bytes on common file systems."""
 

@@ -69,7 +69,7 @@ def _value_of(variable: str, name: str) -> str:
 def _find_trusted(path: str, kind: type, name: str) -> Callable[..., Any]:
     """Return the object at a dotted path, if a checkpoint may call it.
 
-    A checkpoint may come from an untrusted source, so it never causes an import of another package. It may only call:
+    A checkpoint may come from an untrusted source, so loading it never imports another package. It may only call:
 
     * objects defined in torch.nn, in torch.optim or in the package of `kind`;
     * classes of modules, optimizers, learning rate schedulers and datasets in packages that are already imported.

@@ -336,7 +336,7 @@ def iterates_plainly(loader: Any) -> bool:
 
 
 def reader_of(batches: Any) -> tuple[Callable[[], Any], float]:
-    """Return a function that reads the next batch from a loader's iterator, and how many batches it can read.
+    """Return a function that reads the next batch from a loader's iterator, and the number of batches it can read.
 
     The function skips torch's profiler range, which takes 35 us per batch, or 9 % of a small step.
     """

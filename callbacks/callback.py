@@ -152,7 +152,7 @@ class Callback:
         """Called before gradients are zeroed."""
 
     def on_validation_model_eval(self, trainer: "Trainer", task: "Task") -> None:
-        """Called before the task switches to evaluation mode. All `on_validation_*` hooks have test/predict forms."""
+        """Called before the task switches to evaluation mode. Each `on_validation_*` hook has test/predict variants."""
 
     def on_validation_model_train(self, trainer: "Trainer", task: "Task") -> None:
         """Called before the task returns to its previous mode, even after an exception."""

@@ -65,8 +65,8 @@ class Checkpoint(CheckpointCallback):
     epoch. It deletes only checkpoints that this run wrote, and only after their replacement is complete.
 
     Args:
-        monitor: Metric to rank checkpoints by, a name in `trainer.callback_metrics`. Ignores non-finite values and
-            values from an earlier step (an earlier validation, or the previous epoch's mean).
+        monitor: Metric to rank checkpoints by, a name in `trainer.callback_metrics`. The callback ignores
+            non-finite values and values from an earlier step (an earlier validation, or the previous epoch's mean).
         mode: "min" if smaller values are better, "max" if larger values are better.
         save_top_k: Number of best checkpoints to keep or, without `monitor`, of newest checkpoints. -1 keeps all.
         save_last: Also keep the newest checkpoint.
@@ -400,7 +400,7 @@ class Checkpoint(CheckpointCallback):
             self._prune(trainer)
 
     def _kept_beside(self, new: Entry) -> set[str]:
-        """Return the names that would be kept if `new` were saved, including NEW if `new` itself would be."""
+        """Return the names that would be kept if `new` were saved. NEW in the result stands for `new` itself."""
         index = replace(self.index, checkpoints={**self.index.checkpoints, NEW: new})
         return index.kept(self.save_top_k, self.save_last)
 

@@ -41,7 +41,7 @@ class LearningRateMonitor(Callback):
         self.log_momentum, self.log_weight_decay = log_momentum, log_weight_decay
         self._logged_step = -1
         self._rates_of_step: tuple[int, dict[str, float]] | None = None
-        """Step, and rates to log once it completes, since a hook may still skip the rest of the epoch."""
+        """A step and the rates to log once it completes. Until then, a hook may skip the rest of the epoch."""
 
     def on_train_batch_start(self, trainer: "Trainer", task: "Task", batch: Any, batch_idx: int) -> None:
         """Read the rates once per logging point, before a step scheduler changes them."""

@@ -113,7 +113,7 @@ class ProgressBar(ProgressDisplay):
             self._next = 0.0
 
     def on_train_batch_end(self, trainer: "Trainer", task: "Task", outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Redraw the bar if it is due."""
+        """Redraw the bar if enough steps and time have passed."""
         if not self._enabled or trainer.metrics.step == trainer.global_step:  # in the middle of a step
             return
         now = time.monotonic()
@@ -134,7 +134,7 @@ class ProgressBar(ProgressDisplay):
         self._write_row(self._row(trainer, now), " *" if best else "")
 
     def on_fit_end(self, trainer: "Trainer", task: "Task") -> None:
-        """Write epochs, steps, time and speed of the run, and the best value of the monitored metric."""
+        """Write the run's epochs, steps, time and speed, and the monitored metric's best value."""
         if not self._enabled or not trainer.global_step:
             return
         self._close()
@@ -233,7 +233,7 @@ class ProgressBar(ProgressDisplay):
     def on_validation_batch_end(
         self, trainer: "Trainer", task: "Task", outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Redraw the bar if it is due."""
+        """Redraw the bar if enough steps and time have passed."""
         self._batches += 1
         if self._enabled and time.monotonic() >= self._next:
             self._show_evaluation(trainer)

@@ -36,7 +36,7 @@ class DataHooks:
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         """Move a batch to `device`. Override this method for custom batch types.
 
-        With `prefetch_to_device`, batches that you pass to `super()` are copied during computation on the previous one.
+        With `prefetch_to_device`, a batch that you pass to `super()` is copied during computation on the previous one.
         """
         # through `vars`: a task's property raises an error without a trainer, and nn.Module searches its modules first
         trainer = vars(self).get("_trainer") or vars(self).get("trainer")

@@ -62,7 +62,7 @@ class TaskHooks:
         """Called before gradients are zeroed."""
 
     def on_validation_start(self) -> None:
-        """Called when an evaluation begins. All `on_validation_...` hooks have test and predict forms."""
+        """Called when an evaluation begins. Each `on_validation_*` hook has test and predict variants."""
 
     def on_validation_end(self) -> None:
         """Called after an evaluation; its metrics are in `trainer.callback_metrics`."""

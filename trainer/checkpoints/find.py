@@ -6,7 +6,7 @@ step-00001200/
 |-- model-00002.safetensors, tensors-00002.safetensors
 |                          rank 2's shards of sharded tensors (shards.py)
 |-- ../base/3f5a...safetensors
-|                          untrained weights, shared by all checkpoints of the folder (frozen_base.py)
+|                          untrained weights, shared by all checkpoints in the folder (frozen_base.py)
 |-- state.json             everything else, with marks in place of tensors (codec.py)
 `-- manifest.json          sizes and SHA-256 sums of the files; written last, it commits the checkpoint
 """
@@ -26,8 +26,8 @@ from .storage import STEP_NAME, fetch_file, folder_at, is_file
 log = logging.getLogger("legato")
 
 Check = Callable[[Location], object]
-"""Raises CheckpointError for an incomplete checkpoint: `verify`, or `check_sizes` if the checkpoint is read afterwards.
-May return False for a checkpoint that is already known to be damaged."""
+"""Function that raises CheckpointError for an incomplete checkpoint: `verify` or, if the checkpoint is read afterwards,
+`check_sizes`. It may return False for a checkpoint that is already known to be damaged."""
 
 
 def directory_name(step: int) -> str:
@@ -77,7 +77,7 @@ def best_checkpoints(root: Location, run: str) -> list[Location]:
 def newest_complete(root: Location, check: Check = verify) -> Location | None:
     """Return the newest checkpoint in a folder that passes `check`, and warn about the problem of each newer one.
 
-    If a process died while it replaced a checkpoint, the result may be the old checkpoint under its temporary name,
+    If a process died while replacing a checkpoint, the result may be the old checkpoint under its temporary name,
     until the next sweep or save restores it.
     """
     candidates = [root / name for name in folder_at(root).candidates()]

@@ -20,7 +20,7 @@ from .hashed import parse_json as parse_json
 MODEL_FILE, TENSORS_FILE, STATE_FILE = "model.safetensors", "tensors.safetensors", "state.json"
 SHARD_FILE = re.compile(r"(model|tensors|base)-[0-9]{5,}\.safetensors")
 BASE, BASE_FILE = "base", "base.safetensors"
-"""Name of the folder of bases, beside the checkpoints, and of a manifest's entry for the base of model.safetensors
+"""Name of the folder of bases beside the checkpoints, and name of the base of model.safetensors in a manifest
 (frozen_base.py)."""
 DIGESTS = "sha256"
 """Key in the header of a base that holds the SHA-256 of each tensor."""
@@ -99,7 +99,7 @@ class Manifest(NamedTuple):
     """Folder of the files, beside the manifest; "" if the files are beside the manifest. See object_folder.py."""
 
     def split(self) -> "tuple[Manifest, Manifest]":
-        """Return the manifest without the bases, and a manifest of the bases under their names in their folder."""
+        """Return the manifest without the bases, and a manifest that lists the bases by their names in their folder."""
         files = {name: entry for name, entry in self.files.items() if not name.startswith(BASE)}
         bases = {f"{entry.sha256}.safetensors": entry for name, entry in self.files.items() if name not in files}
         return self._replace(files=files), Manifest(bases, self.run)

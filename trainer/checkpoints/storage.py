@@ -59,13 +59,13 @@ class Folder(Protocol):
         """Return the name under which a checkpoint is committed, perhaps a temporary one; None if it is uncommitted."""
 
     def read_manifest(self, name: str) -> manifest.Manifest:
-        """Read a checkpoint's manifest. Raises CheckpointError with the place and the problem."""
+        """Read a checkpoint's manifest. Raises CheckpointError with the location and the problem."""
 
     def check_sizes(self, name: str) -> manifest.Manifest:
         """Read a checkpoint's manifest and check the sizes of its files. Raises CheckpointError."""
 
     def fetch(self, name: str, content: manifest.Manifest, files: Collection[str]) -> Path:
-        """Return a local folder with these files of a checkpoint, which exists as long as this object.
+        """Return a local folder with these files of a checkpoint. The folder exists as long as this object.
 
         The caller verifies the files.
         """
@@ -140,7 +140,7 @@ class LocalFolder:
         return list(candidates.values())
 
     def committed(self, name: str) -> str | None:
-        """Return a checkpoint's name, or its temporary name if a process died while it replaced the checkpoint."""
+        """Return a checkpoint's name, or its temporary name if a process died while replacing the checkpoint."""
         for path in (self.path / name, temporary_path(self.path / name, REPLACED)):
             if (path / manifest.MANIFEST).is_file():
                 return path.name

@@ -15,7 +15,7 @@ from ...base.location import REPOSITORY, STORES, is_repository
 T = TypeVar("T")
 
 TRIES, FIRST_WAIT = 6, 0.2
-"""Attempts per request, and seconds before the first retry; each further wait is twice as long, 6 s in all."""
+"""Attempts per request, and seconds before the first retry. Each further wait is twice as long; they total 6 s."""
 LASTING = (
     *(FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError),
     *(NotImplementedError, TypeError, ValueError),
@@ -26,7 +26,7 @@ LASTING = (
 def connect(address: str) -> Any:
     """Return the fsspec file system for an address. Its methods take full addresses.
 
-    Raises ConfigError if there is none.
+    Raises ConfigError if no file system is available for the address.
     """
     # the file system of hf:// does not lock its listings, so each thread gets its own
     thread = threading.get_ident() if address.startswith("hf://") else 0

@@ -12,13 +12,13 @@ from ...base.tensors import plain_tensors
 from ..processes.ranks import Ranks
 
 PAUSE_PER_SECOND = 250
-"""Seconds between comparisons at logging points per second that a comparison takes, which limits the cost to 0.4 %."""
+"""Ratio of the time between comparisons to the time that a comparison takes; it limits the cost to 0.4 %."""
 
 
 class DriftGuard:
     """Compares every parameter bitwise between ranks that must hold equal weights (`Strategy.weight_ranks`).
 
-    Buffers are not compared: between steps, batch norm's running statistics differ among ranks, and rank 0's are used.
+    Buffers are not compared, since batch norm's running statistics differ among ranks between steps; rank 0's are used.
     """
 
     def __init__(self, task: nn.Module, ranks: Ranks) -> None:

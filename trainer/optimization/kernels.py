@@ -72,7 +72,7 @@ def compile_in_place(task: nn.Module, options: bool | Mapping[str, Any]) -> None
     """Compile the task's forward and its direct children in place, so that state_dict names stay the same.
 
     `blocks` (class names) selects modules instead; equal blocks share one compilation. The steps are not compiled,
-    since logging breaks the graph. Raises ConfigError for a class without a module, or an option unknown to
+    since logging breaks the graph. Raises ConfigError for a class that no module has, or an option unknown to
     torch.compile.
     """
     if options is False:
@@ -150,7 +150,7 @@ def read_compile(options: bool | Mapping[str, Any]) -> tuple[list[str] | None, d
 def modules_named(task: nn.Module, names: str | Sequence[str], option: str) -> list[nn.Module]:
     """Return the modules whose class or base class has one of these names, outer modules first.
 
-    Raises ConfigError, with `option` and the nearest classes, for a name without a module.
+    Raises ConfigError, with `option` and the most similar class names, if a name matches no module.
     """
     wanted = {names} if isinstance(names, str) else set(names)
     modules, missing = [], set(wanted)
@@ -177,7 +177,7 @@ def recompute(task: nn.Module, names: str | Sequence[str]) -> list[tuple[nn.Modu
     torch.utils.checkpoint. Random numbers are replayed, and only the first forward pass updates buffers (batch norm),
     so the result is bitwise identical. Returns the argument for `restore_classes`, which undoes this.
 
-    Raises ConfigError for a class without a module.
+    Raises ConfigError for a class that no module has.
     """
     return give_forwards(modules_named(task, names, "activation_checkpointing"), _recomputing)
 

@@ -12,9 +12,9 @@ class WeightWatch:
     """Compares weights before the first forward pass of a step with weights before its update.
 
     training_step and the hooks around it run once per replica, so weights that they change would depend on the
-    assignment of replicas to processes. Version counters reveal a write that changes no value yet, as when a teacher
-    starts as a copy. Values reveal a write through `.data`, which does not change the version. Values are only read in
-    the first step, because reading values synchronizes with the device.
+    assignment of replicas to processes. Version counters reveal a write that changes no value yet, such as the first
+    update of a teacher model that starts as a copy. Values reveal a write through `.data`, which does not change the
+    version. Values are only read in the first step, because reading values synchronizes with the device.
     """
 
     def __init__(self, task: nn.Module) -> None:

@@ -37,10 +37,10 @@ SCHEDULED = {"lr", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momen
 LAYOUT = {"threads", "cpu_capability", "cpu_features", "micro_batches", "optimizers", "tensor_shards"}
 """Names below `numerics` that may differ between machines and layouts and change only last bits."""
 NOT_REFUSED = {"legato", "python", "numpy"}
-"""Names below `numerics` that do not affect the computation of a step; their samples are compared by content."""
+"""Names below `numerics` that can affect a step only through its samples, which are compared by content."""
 ROUNDS = "batches of an epoch"
 LEFT_OUT_SAMPLES = "leave_out_samples"
-"""The only `samples` setting that may change within an epoch, even under `bitwise`: other samples keep their step."""
+"""The only `samples` setting that may change within an epoch, even under `bitwise`; other samples keep their steps."""
 CONTENT = "data.content"
 SAMPLES, LISTED = "samples of the dataset", "files of the dataset"
 DATA = (SAMPLES, LISTED, "dataset length")
@@ -118,7 +118,7 @@ def fingerprint_of(trainer: TrainerArguments, optimization: "Optimization") -> d
 
 
 def samples_of(trainer: TrainerArguments, loader: Any, rounds: int | None, dealt_out: bool) -> dict[str, Any]:
-    """Return the settings that decide which samples make up a step, as far as the training loader reveals these.
+    """Return the settings that decide which samples make up a step, as far as the training loader reveals them.
 
     Args:
         rounds: batches of each replica in an epoch, None if unknown.

@@ -45,7 +45,7 @@ UNWRITABLE = (
     errno.ENOSPC,
     errno.EDQUOT,
 )
-"""Operating system errors which mean that a folder is not writable."""
+"""Operating system errors that mean that a folder is not writable."""
 
 
 class Saver:

@@ -1,9 +1,9 @@
 """RunLock: at most one run at a time writes to a folder, and a dead run does not block it.
 
 It is a filelock lease: the holder touches `.lock` every few seconds. A dead holder is detected at once on the same
-machine, and after LEASE seconds without a touch from another machine. So the lock works on any file system with
-exclusive creation, and on a single machine, a live holder never loses it, even while it is suspended: runs there check
-the holder's process, not its lease.
+machine, and after LEASE seconds without a touch from another machine. The lock therefore works on any file system
+with exclusive creation. Runs on the holder's machine check the holder's process, not its lease, so a live holder never
+loses the lock to them, even while it is suspended.
 """
 
 import json
@@ -26,7 +26,7 @@ LOCK, HOLDER = ".lock", ".lock-holder"
 LEASE = 30.0
 """Seconds without a touch after which a run on another machine counts as dead."""
 END_WAIT, RELEASE_WAIT = 1.0, 5.0
-"""Seconds to wait for a holder on this machine that may be about to end, and for one that is known to be ending."""
+"""Seconds to wait for a holder on this machine that may be about to exit, and for one that is known to be exiting."""
 
 
 class RunLock:

@@ -158,7 +158,7 @@ def is_same_run(directory: Path | None, checkpoint: Location | None) -> bool:
 def run_of(checkpoint: Location, root: Location, name: str) -> Path | None:
     """Return the directory of the run that wrote a checkpoint.
 
-    It is above the checkpoint, below `root`, or a run with this name.
+    The directory is above the checkpoint and below `root`, or is a run directory with this name.
     """
     root = root.resolve()
     folders = [folder for folder in checkpoint.resolve().parents if root in folder.parents]

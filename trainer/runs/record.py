@@ -36,9 +36,9 @@ EPOCHS = "epochs.jsonl"
 STARTS = "starts"
 """Folder in a run directory with the configs of all starts."""
 LARGEST_DIFF = 1_000_000
-"""Maximum bytes of uncommitted changes that are stored; of larger changes only the file names are."""
+"""Maximum size in bytes of stored uncommitted changes. For larger changes, only the file names are stored."""
 GIT_SECONDS = 3.0
-"""Seconds for all git commands together: a start must not wait for a large repository on a slow disk."""
+"""Time limit in seconds for all git commands together, so that a large repository on a slow disk delays no start."""
 MOST_NAMES = 200
 _TRAINERS = count(1)
 

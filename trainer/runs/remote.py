@@ -41,7 +41,7 @@ READ = {RUN_FILE, POINTS_FILE, CONFIG, GIVEN_CONFIG, RECORD, EPOCHS, LOCK}
 class RemoteLock(RunLock):
     """Exclusive right to write to a run directory in a store, whose local folder is mirrored while a run holds it.
 
-    It has two locks: the lock on the local folder detects a dead holder at once; the lock object is for other machines.
+    The lock on the local folder detects a dead holder at once. The lock object in the store excludes other machines.
     """
 
     def __init__(self, folder: Path, stage: str) -> None:
@@ -199,7 +199,7 @@ def upload(folder: Path) -> None:
 
 
 def refresh(folder: Path) -> Path:
-    """Return a run directory, after a download from its store unless a run on this machine is writing to it."""
+    """Return a run directory. Downloads it from its store first, unless a run on this machine is writing to it."""
     if isinstance(location_of(folder), Address) and not is_held(folder):
         Mirror(folder).download()
     return folder

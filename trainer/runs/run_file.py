@@ -1,9 +1,9 @@
 """RunFile: `run.json`, which makes a folder a run directory and holds the run's identity and state.
 
 legato, id, stage        version, identity of the run, and its stage: fit, validate, test or predict
-state                    starting, running, done, failed or preempted; error and traceback of the last two
+state                    starting, running, done, failed or preempted; the last two come with error and traceback
 created, began, ended    times of the first start, of the newest start and of its end, in seconds since 1970
-step, epoch, elapsed     of the training, when it started or ended; also max_steps and max_epochs
+step, epoch, elapsed     progress when the training started or ended; also max_steps and max_epochs
 monitor, mode, best      the metric that ranks checkpoints, and its best value; best_checkpoint has that value
 config, set              the config by dotted keys, and the keys that files or the command line have set
 

@@ -102,7 +102,8 @@ def plan_validation(call: Call) -> None:
 def require_same_lengths(call: Call) -> None:
     """Raise DataError if data that is distributed by position differs in length between ranks.
 
-    Such ranks would end an epoch after different steps, and wait for each other forever. All ranks must call this.
+    Such ranks would end an epoch after different numbers of steps and wait for each other forever.
+    All ranks must call this.
     """
     sources: dict[str, Any] = {"training": call.data.training}
     for stage, data in call.data.evaluations.items():
