@@ -1,4 +1,4 @@
-"""Defines each command's argparse arguments. Separate from the commands' modules, since many of them import torch."""
+"""Defines each command's argparse arguments. Kept apart from the commands' modules, many of which import torch."""
 
 from argparse import ArgumentParser
 
@@ -12,7 +12,7 @@ SORTS = ("time", "name", "best", "step", "duration")
 CONFIGURED = ("fit", "validate", "test", "predict", "config", "sweep", "check", "plan")
 """Commands that accept config files and overrides."""
 WITHOUT = {"fit": ("checkpoint",), **dict.fromkeys(("validate", "test", "predict"), ("resume",))}
-"""Sections of a config that a command ignores."""
+"""Config sections that each command ignores."""
 MORE = {
     "sweep": "legato sweep digits.yaml task.lr=1e-3,1e-2 task.channels=range(8,33,8) --jobs 2",
     "samples": "step=N: list the samples used in this optimizer step; replica=R: only those of this replica\n"

@@ -1,8 +1,8 @@
 """`legato check`: runs a few steps of every stage in the real process layout, to find errors before the run.
 
 The command trains and validates, resumes from the checkpoint just written, tests and predicts. Each stage runs the
-config with some values replaced (`trial_of`). It runs in a temporary folder beside the run directories, so that it uses
-the same disk and network. A callback on every rank records measurements (recorder.py).
+config with some values replaced (`trial_of`). Trials write to a temporary folder beside the run directories, so that
+they use the same disk and network as the run. A callback on every rank records measurements (recorder.py).
 """
 
 import logging
@@ -64,7 +64,7 @@ OVERLAY = {
 }
 """Trainer arguments for a trial. `max_steps` stays, since learning rate schedules depend on the run's length."""
 WARM_STEPS = 6
-"""Minimum number of steps for a representative step time; with fewer, even the second half may be slow."""
+"""Minimum number of steps for a representative step time; with fewer steps, even the second half may be slow."""
 
 
 @dataclass
@@ -221,7 +221,7 @@ def try_stages(config: "Config", original: "ConfiguredRun", folder: Path, report
 def attempt(
     name: str, config: "Config", original: "ConfiguredRun", folder: Path, report: Report, **options: Any
 ) -> "ConfiguredRun":
-    """Run a stage, and report each error once. Under a launcher, raise it, since the other ranks cannot continue."""
+    """Run a stage, and report each error once. Under a launcher, raise errors, since other ranks cannot continue."""
     trial = trial_of(config, original, name, folder)
     stage = getattr(trial.trainer, "fit" if name == "resume" else name)
     try:
@@ -278,7 +278,7 @@ def has_stage(run: "ConfiguredRun", stage: str) -> bool:
 
 
 def describe_error(error: Exception) -> str:
-    """Return an error's message. Unless Legato raised the error, add the rank and the place in the user's code."""
+    """Return an error's message. Unless Legato raised the error, add the rank and the user's stack frames."""
     if isinstance(error, LegatoError):
         return str(error)
     worker = error.__cause__ if isinstance(error.__cause__, WorkerError) else None
@@ -294,7 +294,7 @@ def describe_error(error: Exception) -> str:
 
 # --- findings in the records ------------------------------------------------------------------------------------------
 def check_gradients(run: "ConfiguredRun", report: Report) -> None:
-    """Report parameters that never got a gradient on any rank. This is a problem unless the strategy accepts them."""
+    """Report parameters that never got a gradient on any rank. They are a problem unless the strategy accepts them."""
     missing = [set(record.without_gradient) for record in report.records if record.without_gradient is not None]
     if "fit" in report.tried and missing and (names := sorted(set.intersection(*missing))):
         findings = report.remarks if run.trainer.strategy.finds_unused else report.problems

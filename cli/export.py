@@ -35,7 +35,7 @@ TOLERANCE = 1e-4
 
 
 def run_export(arguments: Namespace) -> None:
-    """Run `legato export`. The suffix of OUT selects the format. A folder gets a self-contained checkpoint."""
+    """Run `legato export`. The suffix of OUT selects the format. For a folder, copy the full checkpoint."""
     source, target = path_of(arguments.checkpoint), Path(arguments.out)
     if arguments.format == "hf":
         storage.require_new(target)
@@ -98,7 +98,7 @@ def export_weights(source: Location, target: Path) -> int:
 
 
 def _inner_tensors(name: str, value: Any) -> dict[str, Any]:
-    """Return a weight's tensors by name. The weight is a dict if its class is not imported."""
+    """Return a weight's tensors by name. A weight is a dict if its class has not been imported."""
     if hasattr(value, "__tensor_flatten__"):
         value = {inner: getattr(value, inner) for inner in value.__tensor_flatten__()[0]}
     if not isinstance(value, dict):
@@ -140,7 +140,7 @@ def export_model(source: Location, partial: Path, words: Sequence[str]) -> None:
 
 
 def trained_task(source: Location, words: Sequence[str], check: Callable[[Any], None] = lambda task: None) -> Any:
-    """Return the task in evaluation mode with a checkpoint's weights. Calls `check(task)` before it reads them."""
+    """Return the task in evaluation mode with a checkpoint's weights. Call `check(task)` before reading the weights."""
     checkpoint = find.resolve(source)
     files = [word for word in words if word.endswith((".yaml", ".yml"))]
     run = checkpoint.parent.parent

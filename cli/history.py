@@ -1,4 +1,4 @@
-"""ConfigHistory: a stored run with the config of each step, from which a replay builds its objects."""
+"""ConfigHistory: a stored run that knows the config of each step, so that a replay can build its objects."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,7 +19,7 @@ REPLACED = (
     *("devices", "num_nodes", "strategy", "cluster", "replicas", "requeue", "max_restarts"),
     *("min_steps", "min_epochs", "max_time"),
 )
-"""Trainer arguments that a replay replaces, since its number of processes and its last step may differ."""
+"""Trainer arguments that a replay replaces, since its number of processes and last step may differ from the run's."""
 
 
 class ConfigHistory(StudiedRun):

@@ -185,7 +185,7 @@ def _dispatch(words: Sequence[str]) -> int:
 def _open_standard_files() -> None:
     """Open the standard streams that were closed when the program started.
 
-    Otherwise, the next opened files would get the streams' descriptors, and library output would go to these files.
+    Otherwise, the next files opened would reuse the streams' descriptors, and library output would go to these files.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
@@ -197,7 +197,7 @@ def _open_standard_files() -> None:
 
 
 def _find_modules_here() -> None:
-    """Put the working directory on sys.path, as `python -m` does. For a console script, sys.path has its folder."""
+    """Put the working directory on sys.path, as `python -m` does. A console script has its own folder there instead."""
     try:
         here = str(Path.cwd())
     except FileNotFoundError as error:
@@ -208,7 +208,7 @@ def _find_modules_here() -> None:
 
 
 def _tell_other_ranks(error: Exception, code: int) -> None:
-    """Report an error that occurs before the process group exists to the launcher's other processes."""
+    """Report an error to the launcher's other processes, for errors before the process group exists."""
     from ..trainer.processes.rendezvous import tell_failure
 
     text = str(error) if isinstance(error, LegatoError) else f"{type(error).__name__}: {error}"

@@ -59,7 +59,7 @@ class Record:
 class Recorder(MonitoringCallback):
     """Records the steps of fit, saves the record in the run directory after each step, and ends the run.
 
-    Each rank writes its own file, since gathering the records would fail if a rank has failed.
+    Each rank writes its own file, since a collective would fail if any rank has failed.
     """
 
     def __init__(self, name: str) -> None:
@@ -170,7 +170,7 @@ def layout_of(records: list[Record]) -> str:
 
 
 def bits_of(trainer: "Trainer") -> str:
-    """Return the versions and settings that affect bits here, and how a resume reacts if they have changed."""
+    """Describe the versions and settings that affect bits here, and how a resume reacts if they have changed."""
     numerics, is_bitwise = trainer.current_run.numerics, trainer.reproducible == "bitwise"
     names = [name for name in versions() if name not in NOT_REFUSED and numerics[name]]
     kernels = [str(numerics[name]) for name in ("cpu_capability", "device", "precision")]

@@ -137,7 +137,7 @@ def list_values(axes: Sequence[Axis], count: int | None, seed: int) -> list[Valu
 def guided_values(
     axes: Sequence[Axis], count: int, seed: int, mode: str, results: Sequence[float | None]
 ) -> Iterator[Values]:
-    """Yield the values that Optuna's TPE sampler chooses from the `results` of all but the last AHEAD - 1 trials.
+    """Yield the values that Optuna's TPE sampler chooses, given the `results` of all but the last AHEAD - 1 trials.
 
     The values therefore do not depend on the number of parallel trials. The result of a failed trial is None.
     """
@@ -228,7 +228,7 @@ def _die_with_parent() -> None:
 class Sweep:
     """The trials and the folder of a sweep.
 
-    Checks the config with each value of each key while the other keys have their first value. Raises ConfigError if
+    Checks the config once for each value of each key, using the first value of every other key. Raises ConfigError if
     there is a mistake.
     """
 
@@ -308,7 +308,7 @@ class Sweep:
                     self.write()
 
     def next_trial(self) -> Trial | None:
-        """Return the next trial to start; None if none is left, or if Optuna first needs the results of others."""
+        """Return the next trial to start; None if none is left, or if Optuna first needs other results."""
         while len(self.trials) < self.count:
             if self.optuna:
                 # results are reported in order, so that Optuna chooses the same values when the command is repeated

@@ -33,7 +33,7 @@ DIGESTS = "tensors.jsonl"
 
 
 class TensorDigests(MonitoringCallback):
-    """Writes digests of all weights, gradients and optimizer states after each step, beginning with step `first`.
+    """Writes digests of all weights, gradients and optimizer states after each step, starting with step `first`.
 
     Weights are in `named_parameters` order. Digests of gradients are computed before clipping.
     """

@@ -24,7 +24,7 @@ class Microscope(MonitoringCallback):
     * `activations/NAME.mean`, `.std`, `.largest` (by absolute value) and `.kurtosis`: statistics of the output of each
       module without submodules, over all batches of the step.
 
-    No hooks are attached in other steps. An observed step needs memory for a copy of the weights. To measure the cost,
+    Other steps run without hooks. An observed step needs memory for a copy of the weights. To measure the cost,
     run `python -m benchmarks.replay`. With `trainer.compile`, steps with observed activations run eagerly, since a
     compiled graph does not call module hooks.
 
@@ -60,7 +60,7 @@ class Microscope(MonitoringCallback):
         self._attach_if_due(trainer, task)
 
     def on_processes_changed(self, trainer: "Trainer", task: "Task") -> None:
-        """Restart the observation of a step that the processes of an elastic run repeat."""
+        """Restart the observation if an elastic run repeats the step after its processes have changed."""
         self._detach()
         self._attach_if_due(trainer, task)
 

@@ -35,7 +35,7 @@ SHOWN = 6
 class Operations(MonitoringCallback):
     """Writes a line for each operation of a step on each rank: module, source line, shapes, input and output hashes.
 
-    A compiled task runs this step eagerly, since a compiled graph does not dispatch torch operations.
+    If the task is compiled, the recorded step runs eagerly, since a compiled graph does not dispatch torch operations.
     """
 
     def __init__(self, step: int) -> None:
@@ -54,7 +54,7 @@ class Operations(MonitoringCallback):
         self.phase = "forward"
 
     def on_before_optimizer_step(self, trainer: "Trainer", task: "Task", optimizer: "Optimizer") -> None:
-        """Label the operations that follow as the update."""
+        """Label the following operations as part of the update."""
         self.phase = self.phase and "update"
 
     def on_step_end(self, trainer: "Trainer", task: "Task") -> None:

@@ -34,7 +34,7 @@ from .watchers import STEPS_FILE, SameData
 log = logging.getLogger("legato")
 
 Make = Callable[[], Sequence[Any]]
-"""Creates a new trainer, task and data, in the order that `trainer.fit` takes the latter two."""
+"""Creates a new trainer, followed by a new task and data in the order of `trainer.fit`'s arguments."""
 NOT_REPLAYED = (
     *(CheckpointCallback, ProgressDisplay, ModelSummary),
     # these callbacks log times, which differ in each run, so the comparison would fail
@@ -69,7 +69,7 @@ def new_directory(run: Path, mark: str = REPLAY) -> Path:
 
 @dataclass
 class Replayed:
-    """A finished replay and its proof, a comparison of the values that the replay and the run logged."""
+    """A finished replay. Its proof is a comparison of the values that the replay and the run logged."""
 
     history: RunHistory
     source: CheckpointRecord | None
@@ -166,7 +166,7 @@ def replay_steps(
     watchers: Sequence[Callback],
     every_step: bool = True,
 ) -> Replayed:
-    """Train from the newest checkpoint before the first step; a watcher must stop training after the last one.
+    """Train from the newest checkpoint before the first step; a watcher must stop training after the last step.
 
     Args:
         made: New trainer, task and data.

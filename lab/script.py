@@ -29,7 +29,7 @@ _imported: set[str] = set()
 
 
 class ScriptHistory(StudiedRun):
-    """A run that a script started. Each step uses the command that started it, since a resume may change the command.
+    """A run that a script started. A resume may change the command, so each step uses the command that computed it.
 
     Args:
         overrides: Trainer arguments that replace the script's, such as "trainer.devices=2".

@@ -25,7 +25,7 @@ class StragglerMonitor(Callback):
     others do on average. `wait_share` is that time as a fraction of the slowest rank's work. The measurements are
     exchanged with the ranks' regular agreement (`processes/agreement.py`) and need no extra collective.
 
-    Under sharded strategies, ranks also wait for each other in the forward pass, so only loading counts as own work.
+    Under sharded strategies, ranks also wait for each other in the forward pass, so only data loading is own work.
     """
 
     def __init__(self, *, threshold: float = 0.2) -> None:

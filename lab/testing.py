@@ -1,4 +1,4 @@
-"""Test helper that checks whether a custom strategy obeys the rules on which loop, checkpoints and metrics rely."""
+"""Test helper that checks whether a custom strategy obeys the rules that the loop, checkpoints and metrics rely on."""
 
 import tempfile
 from collections.abc import Callable, Sequence

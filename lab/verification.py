@@ -251,7 +251,7 @@ class Verification:
 
 
 def processes_for(start: Mapping[str, Any]) -> int:
-    """Return how many processes to recompute a start's steps on: not the run's number if bits must not depend on it."""
+    """Return how many processes recompute a start's steps: not the run's number if bits must not depend on it."""
     before, replicas = int(start.get("processes") or 1), int(start.get("replicas") or 1)
     here = torch.accelerator.device_count() if torch.accelerator.is_available() else os.cpu_count() or 1
     if start.get("reproducible") == "bitwise":

@@ -58,15 +58,15 @@ FOREIGN = {
     "_convert_": "Remove it: lists and mappings are always plain.",
     "<<": "YAML 1.2 has no merge keys: use `extends` for a file, or ${...} for a value.",
 }
-"""Alternatives to keys of LightningCLI, Hydra and YAML 1.1."""
+"""What to write instead of keys from LightningCLI, Hydra and YAML 1.1."""
 BUILDABLE = ("collections.OrderedDict", "collections.deque", "datetime.timedelta", "pathlib.Path")
-"""Classes of the standard library that a config may build. Others could run any program."""
+"""Standard library classes that a config may build. Other classes could run arbitrary programs."""
 LAUNCHERS = {
     "slurm": ".slurm:SlurmLauncher",
     "ray": ".ray:RayLauncher",
     "kubernetes": ".kubernetes:KubernetesLauncher",
 }
-"""Module and class of each launcher, by its name in a config. Imported only if a config names it."""
+"""Module and class of each launcher, by name. A module is imported only if a config names its launcher."""
 _FOLDERS = {"strategy": f"{_PACKAGE}.trainer.strategies", "launcher": f"{_PACKAGE}.cli.launchers"}
 _SHOWN = 5  # maximum number of mistakes in a message
 
@@ -85,7 +85,7 @@ RUN = Signature({
     "save_code": _parameter("save_code"),
 })  # fmt: skip
 Place = Annotated[str, Rule("a path", bool)]
-"""A path or a store's address, kept as str since Path would drop a slash."""
+"""A path, or an address in an object store. Kept as a string, since Path would drop a slash."""
 TOP = Signature({
     "seed": _parameter("seed"),
     "resume": Parameter(Literal["auto"] | Place | None, None, False),
@@ -551,4 +551,4 @@ def _example(mistake: Problem, layer: Layer) -> str:
 
 
 _SUGGESTION = re.compile(r"(?:Did you mean|Write) '?([\w.]+?)'?(?: without quotes)?[.?]$")
-"""The name or value with which a message ends."""
+"""Matches the name or value that a message suggests at its end."""

@@ -219,7 +219,7 @@ def load(path: str) -> Any:
 
 
 def _blame(error: BaseException) -> str:
-    """Return an error, its cause, and the line that raised it."""
+    """Describe an error, its cause, and the line that raised it."""
     places = [f" ({frame.filename}:{frame.lineno})" for frame in traceback.extract_tb(error.__traceback__)]
     if isinstance(error, SyntaxError):
         places = [f" ({error.filename}:{error.lineno})"]

@@ -80,7 +80,7 @@ class Layer:
     values: Any
     origins: dict[Key, str]
     secrets: dict[Key, str] = field(default_factory=dict, repr=False)
-    """Strings with `${env:NAME}` that are stored in place of secret environment variables' values."""
+    """Strings with `${env:NAME}` that are stored in place of the values of secret environment variables."""
 
     def origin(self, key: Key) -> str:
         """Return the origin of a key, or of its nearest parent that has one."""
@@ -238,7 +238,7 @@ def format_value(value: Any) -> str:
 
 
 def escape(value: Any) -> Any:
-    """Return a resolved value with `${` escaped, so that it is not interpolated again when it is read."""
+    """Return a resolved value with `${` escaped, so that reading the value does not interpolate it again."""
     if isinstance(value, dict):
         return {name: escape(item) for name, item in value.items()}
     if isinstance(value, list):
@@ -569,7 +569,7 @@ def _texts(value: Any) -> Iterator[tuple[Key, str]]:
 
 
 def leaves(value: Any, key: Key, within: Any = dict) -> Iterator[tuple[Key, Any]]:
-    """Yield each key below `key` whose value is not a container. `within`: types of containers to traverse."""
+    """Yield each key below `key` whose value is not a container. `within` lists the container types to traverse."""
     if isinstance(value, within) and value:
         for name, item in value.items() if isinstance(value, dict) else enumerate(value):
             yield from leaves(item, (*key, name), within)

@@ -23,7 +23,7 @@ class Machines:
 
 
 class Launcher:
-    """Base class that starts a Legato command on other machines. Its fields are the keys of the `launcher` section."""
+    """Base class for starting a Legato command on other machines. Its fields are the keys of the `launcher` section."""
 
     name = ""
     """Name of the launcher in a config."""
@@ -40,7 +40,7 @@ class Launcher:
         raise NotImplementedError
 
     def call_tool(self, *words: str, text: str = "") -> str:
-        """Run a command of the cluster with input `text`, and return the output. Raises WorkerError if it fails."""
+        """Run a cluster's command-line tool with `text` as input; return the output. Raises WorkerError if it fails."""
         try:
             done = subprocess.run(words, input=text, capture_output=True, text=True, check=False)
         except OSError as error:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ..config.check import Config
 
 _SETTLE, _GRACE = 10.0, 20.0
-"""Seconds from a node's failure until SIGTERM, then SIGKILL, for the other nodes, most of which end by themselves."""
+"""Seconds from a node's failure until the other nodes get SIGTERM and SIGKILL. Most of them exit before that."""
 _ANSWER = 10.0  # seconds within which a cluster's port must answer
 _RAY_POLL = 0.5  # seconds between polls of the nodes
 _LAST_LINES = 40  # number of lines of a failed node's output to repeat at the end
@@ -137,7 +137,7 @@ class RayLauncher(Launcher):
 
 
 def _wait(nodes: list[Any], running: dict[Any, int], signals: list[int]) -> int:
-    """Wait for all nodes and return the exit code of the run. After a node fails, end the others."""
+    """Wait for all nodes and return the exit code of the run. After a node fails, stop the others."""
     import ray
     from ray.exceptions import RayActorError
 

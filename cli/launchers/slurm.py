@@ -25,7 +25,7 @@ _SET = ("nodes", "ntasks-per-node", "gpus-per-node", "signal", "output", "chdir"
 
 @dataclass(kw_only=True)
 class SlurmLauncher(Launcher):
-    """Submits an sbatch script. The trainer's arguments determine processes, nodes and GPUs.
+    """Submits an sbatch script. The trainer's arguments determine the number of processes, nodes and GPUs.
 
     Args:
         time: Time limit in SLURM's format: minutes, "HH:MM:SS" or "D-HH:MM:SS". None: the partition's limit.
@@ -39,7 +39,7 @@ class SlurmLauncher(Launcher):
             --exclusive.
         setup: Shell commands to run first, such as `module load cuda`.
         python: Path of the Python interpreter on the nodes. None: this process's interpreter.
-        requeue: Requeue a job that stops before it is done. It resumes from its newest checkpoint.
+        requeue: Requeue a job that stops before the run is complete. The run resumes from its newest checkpoint.
         signal_seconds: Number of seconds before the time limit at which the run saves a checkpoint and stops.
         folder: Folder for the script, config and output. None: `slurm` beside the run directories.
         dry_run: Print the script instead of submitting it.
@@ -102,7 +102,7 @@ class SlurmLauncher(Launcher):
         return 0
 
     def script(self, command: str, machines: Machines, name: str, stem: Path, resume: list[str]) -> str:
-        """Return the sbatch script that runs the config `stem`.yaml. `resume`: shell lines that set `resume`."""
+        """Return the sbatch script that runs the config `stem`.yaml. The shell lines in `resume` set `$resume`."""
         python = shlex.quote(self.python or sys.executable)
         config = shlex.quote(str(stem.with_suffix(".yaml")))
         words = shlex.join([command, *(flag for flag in self.flags if not flag.startswith("trainer.requeue="))])
@@ -151,7 +151,7 @@ class SlurmLauncher(Launcher):
                 yield f"--{option}={shlex.quote(str(value))}"
 
     def _resume(self, runs: Path) -> list[str]:
-        """Return the shell lines that make a requeued job resume its run, if it has started one."""
+        """Return the shell lines that make a requeued job resume the run that it started, if any."""
         # uses grep, since Python takes seconds to start on a busy file system
         job = '"\\"slurm_job\\": \\"$SLURM_JOB_ID\\""'
         return [

@@ -65,7 +65,7 @@ def deletions(runs: Sequence[RunDirectory], kinds: Sequence[str]) -> dict[str, l
 
 
 def deletable(run: RunDirectory) -> tuple[str, list[Deletion]]:
-    """Return the kind of a run's deletable folders, and these folders."""
+    """Return the kind of a run's deletable folders, and the folders themselves."""
     if run.is_empty:
         return "empty", [Deletion(run, run.path, folder_size(run.path))]
     if run.state == FAILED:
@@ -77,7 +77,7 @@ def deletable(run: RunDirectory) -> tuple[str, list[Deletion]]:
 
 
 def old_checkpoints(run: RunDirectory) -> list[CheckpointEntry]:
-    """Return a run's complete checkpoints except the newest and the best. Empty if the best one is unknown."""
+    """Return a run's complete checkpoints except the newest and the best; none if the best is unknown."""
     complete = [entry for entry in run.checkpoints if entry.complete and is_own_checkpoint(Path(entry.path))]
     best = run.best_checkpoint
     if best is None or best not in complete:
@@ -86,7 +86,7 @@ def old_checkpoints(run: RunDirectory) -> list[CheckpointEntry]:
 
 
 def confirmed(question: str) -> bool:
-    """Ask a question on the terminal, and return whether the answer is yes. Raises ConfigError if there is none."""
+    """Ask a question on the terminal, and return whether the answer is yes. Raises ConfigError without a terminal."""
     if not sys.stdin.isatty():
         raise ConfigError("There is no terminal for the question. Pass --yes to delete, or --dry-run to list folders.")
     try:

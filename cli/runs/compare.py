@@ -72,7 +72,10 @@ def bits(runs: Sequence[RunDirectory]) -> str:
 
 
 def operations(files: Sequence[str]) -> str:
-    """Return the first difference between two files of `legato replay --operations`. Raises ConfigError for others."""
+    """Return the first difference between two files that `legato replay --operations` wrote.
+
+    Raises ConfigError for any other file.
+    """
     from ...lab.operations import different_operation  # imports torch
 
     if len(files) != 2 or not all(Path(file).is_file() for file in files):

@@ -19,7 +19,7 @@ class Accelerator(str):
     """The device type, as passed to `Trainer(accelerator=)`."""
 
     def __new__(cls) -> "Accelerator":
-        """Create the string with the device type's name, which subclasses of the accelerators below inherit."""
+        """Create the string with the name of the device type. Subclasses inherit the name."""
         return super().__new__(cls, cls.kind)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -140,7 +140,7 @@ def read_devices(devices: Any) -> Any:
 
 
 class AcceleratorConnector:
-    """The devices that a Trainer's arguments select, under the private names that packages read, and nothing else."""
+    """The devices that a Trainer's arguments select. Has only the private names that third-party packages read."""
 
     strategy: Any = None
     """The trainer's strategy, if the connector belongs to a trainer."""
@@ -168,7 +168,7 @@ class AcceleratorConnector:
 
 
 def register_classes(registry: Any, method: str, module: ModuleType, parent: type) -> None:
-    """Let each subclass of `parent` in a module register itself if the subclass overrides `method`."""
+    """Let each subclass of `parent` in a module that overrides `method` register itself."""
     for _, kind in getmembers(module, isclass):
         if issubclass(kind, parent) and getattr(kind, method, None) is not getattr(parent, method, None):
             getattr(kind, method)(registry)

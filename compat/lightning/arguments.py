@@ -32,7 +32,7 @@ AnyStrategy = str | Strategy | StrategyOfLegato
 NEVER_LOG = sys.maxsize
 """Number of steps between logging points that disables logging."""
 COUNTS = ("max_steps", "min_steps", "min_epochs", "accumulate_grad_batches", "log_every_n_steps")
-"""Arguments that are counts, and also accept floats such as 1e5."""
+"""Arguments that are counts but also accept floats such as 1e5."""
 TAKEN_HERE = ("benchmark", "profiler", "barebones", "plugins", "enable_autolog_hparams", "model_registry")
 """Arguments that Legato's Trainer does not have."""
 LIMITS = tuple(f"limit_{stage}_batches" for stage in ("train", "val", "test", "predict"))
@@ -44,7 +44,7 @@ DEFAULTS = {
     **dict.fromkeys(("enable_checkpointing", "enable_progress_bar", "enable_model_summary"), True),
     **dict.fromkeys(LIMITS, 1.0),
 }
-"""Values that replace None."""
+"""Values to use for arguments that are None."""
 BAREBONES: dict[str, Any] = {
     "enable_checkpointing": False,
     "logger": False,

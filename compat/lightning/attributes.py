@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class Values(dict[str, Any]):
-    """A dict of values by name. A copy, or the dict sent to another process, is a plain dict."""
+    """A dict of values by name. Copying or pickling it yields a plain dict."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return dict, (dict(self),)
@@ -207,7 +207,7 @@ class TrainerAttributes(OwnParts, Trainer):
 
     @property
     def manual_optimizers(self) -> list[ManualOptimizer]:
-        """The optimizers in the form in which the run, or the latest fit, passes them to the module."""
+        """The optimizers in the form in which the module of the run, or of the latest fit, gets them."""
         optimizers = [] if self.run is None else super().optimizers
         if not optimizers:
             return [LightningOptimizer(optimizer) for optimizer in self.fitted[0]]
@@ -264,14 +264,14 @@ class TrainerAttributes(OwnParts, Trainer):
     # --- values -----------------------------------------------------------------------------------------------------
     @property
     def callback_metrics(self) -> "dict[str, Tensor]":
-        """The latest value of each name. Until the next logging point, values are this process's own."""
+        """The latest value logged under each name. Until the next logging point, values are this process's own."""
         agreed = self.newest_agreed()
         # each publication creates new tensors: while the shared tensor is the same, the local value is newer
         local = {name: value for name, (value, before) in self._own_values.items() if agreed.get(name) is before}
         return MetricsOfProcess(agreed, local) if local else agreed
 
     def newest_agreed(self) -> "dict[str, Tensor]":
-        """Return the values that all ranks share, for joint decisions. With one process, they are the newest ones."""
+        """Return the values that all ranks share, for joint decisions. With one process, these are the newest ones."""
         self._read_newest()
         return self.agreed_metrics
 

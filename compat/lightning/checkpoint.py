@@ -59,7 +59,7 @@ class Code:
 
 # --- what a file may hold ---------------------------------------------------------------------------------------------
 def _plain_classes() -> list[Any]:
-    """Return further classes to allow in addition to torch's: their objects hold values and run no code when read."""
+    """Return classes to allow besides torch's own. Reading objects of these classes runs no code."""
     kinds = {type(np.dtype(code)) for code in np.typecodes["All"] if code not in "OVM"}
     classes: list[Any] = [timedelta, PosixPath, np.ndarray, np.dtype, *kinds]
     # a nested pickle is not read
@@ -300,7 +300,7 @@ class LightningFile:
         """The weights_only value that the program passed for reading the checkpoint."""
 
     def name(self, step: int) -> str:
-        """Return the path of the checkpoint that a run saves on a request to end, as in Lightning."""
+        """Return the path of the checkpoint that a run saves when it is asked to stop, as in Lightning."""
         return os.path.join(os.path.abspath(self.trainer.default_root_dir), f"hpc_ckpt_{step}.ckpt")
 
     def write(self, path: Path, contents: Mapping[str, Any], ranks: Any, run: str) -> None:

@@ -298,7 +298,7 @@ class LightningCLI:
         self.config = parser.parse_object(args) if values else parser.parse_args(args)
 
     def _take_hyperparameters(self) -> None:
-        """Use the hyperparameters in the checkpoint that the command line names as defaults for the module."""
+        """Use the hyperparameters of the command line's checkpoint as defaults for the module."""
         path = None if self.subcommand is None else self.config[self.subcommand].get("ckpt_path")
         # "last" and "best" are names that the trainer resolves later
         if not path or not Path(path).exists():

@@ -21,9 +21,9 @@ SEED = "LEGATO_SCRIPT_SEED"
 RANK_0 = "LEGATO_SCRIPT_RANK_0"
 """Environment variable with rank 0's process id. Each rank removes it at startup to hide it from child processes."""
 SECONDS_TO_END = 30.0
-"""Seconds that the other ranks get to end after a rank has failed, so that they can print their reports."""
+"""Seconds for which the other ranks may keep running after a rank has failed, to print their reports."""
 IN_WORKERS = ("spawn", "fork", "notebook")
-"""Parts of the names of strategies and start methods that use Legato's workers instead of rerunning the script."""
+"""Substrings of the names of strategies and start methods that use Legato's workers instead of rerunning the script."""
 
 
 def starts_script(strategy: Any) -> bool:
@@ -34,7 +34,7 @@ def starts_script(strategy: Any) -> bool:
 
 
 def is_started() -> bool:
-    """Return whether this script's ranks are running. If so, this module has set the launcher's variables."""
+    """Return whether the script's ranks are running. If so, this module has set a launcher's environment variables."""
     return get_variable(RANKS) is not None
 
 
@@ -103,7 +103,7 @@ def _end(children: "list[subprocess.Popen[bytes]]") -> None:
 
 
 def _follow(rank_0: int) -> None:
-    """End this rank some time after rank 0 has been killed, since rank 0 hosts the rendezvous store."""
+    """End this rank SECONDS_TO_END after rank 0 was killed, since rank 0 hosts the rendezvous store."""
     while os.getppid() == rank_0:  # the parent of an orphaned process changes
         time.sleep(0.5)
     time.sleep(SECONDS_TO_END)

@@ -509,7 +509,7 @@ class CSVLogger(FolderParts, csv_file.CSVLogger):
         super().save()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Do nothing: another process opens the folder."""
+        """Leave out the open writer and its path: another process opens the folder itself."""
         return {**self.__dict__, "_experiment": None, "_path": None}
 
 
@@ -639,7 +639,7 @@ class WandbLogger(PlacesPoints, WithoutFiles, wandb.WandbLogger):
         return None
 
     def make_version(self) -> None:
-        """Choose an id for the run if it has none. The run begins later, perhaps in another process."""
+        """Choose an id for the run if it has none. W&B starts the run later, perhaps in another process."""
         import wandb
 
         if wandb.run is not None:

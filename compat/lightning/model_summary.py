@@ -101,7 +101,7 @@ class ModelSummary:
 
     @property
     def named_modules(self) -> list[tuple[str, nn.Module]]:
-        """The modules with their names: none, the children, or all submodules."""
+        """The modules in the summary with their names: none, the children, or all submodules."""
         if self.max_depth == 0:
             return []
         return list(self.model.named_children()) if self.max_depth == 1 else list(self.model.named_modules())[1:]

@@ -563,7 +563,7 @@ def _sizes(make_loaders: Any) -> str:
 
 
 class _Loaders:
-    """A loader method for passed datasets. A class, so that the data module can be sent to other processes."""
+    """A loader method for the datasets passed. It is a class so that the data module can be pickled."""
 
     def __init__(self, data: Any, shuffle: bool, options: dict[str, Any]) -> None:
         self.data, self.shuffle, self.options = data, shuffle, options

@@ -81,7 +81,7 @@ def make_optimizers(module: Any) -> tuple[list[Optimizer], list[SchedulerConfig]
 
 
 def without_unknown_keys(returned: Any) -> Any:
-    """Return optimizers and schedulers in the form in which they came. Warn about unknown dict keys and remove them."""
+    """Return optimizers and schedulers in their original form. Warn about unknown dict keys and remove them."""
     if type(returned) in (list, tuple):
         return type(returned)(map(without_unknown_keys, returned))
     if not isinstance(returned, dict) or not returned.keys() & {"optimizer", "scheduler"}:

@@ -88,7 +88,7 @@ class HalfPrecision(Precision):
 
 
 class FSDPPrecision(Precision):
-    """A precision for the strategy fsdp, by name."""
+    """A precision for the `fsdp` strategy, by name."""
 
     def __init__(self, precision: str, scaler: Any = None) -> None:
         super().__init__()

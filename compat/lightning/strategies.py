@@ -212,7 +212,7 @@ class OwnBackward(strategy.Strategy):
         optimizer: Any = None,
         **options: Any,
     ) -> None:
-        """Compute gradients. As `last`, a run passes a bool, and a program passes an optimizer or None."""
+        """Compute gradients. A run passes a bool as `last`; a program passes an optimizer or None."""
         if isinstance(last, bool) and optimizer is None:
             super().backward(loss, last, inputs, retain_graph)
         elif self.task is not None:  # it raises an error under automatic optimization
@@ -243,7 +243,7 @@ CALLED_BY_LIGHTNING = (
     *("optimizer_step", "training_step", "validation_step", "test_step", "predict_step"),
     *("pre_backward", "post_backward", "post_training_step", "process_dataloader", "batch_to_device"),
 )
-"""Methods of a strategy that control a run in Lightning, and that a run of Legato does not call."""
+"""Methods of a strategy that control a run in Lightning, but that a Legato run does not call."""
 LAUNCHER = "_configure_launcher"
 LAUNCHING = LAUNCHER, "setup_environment", "teardown"
 """Methods of a strategy that starts processes itself."""

@@ -59,7 +59,7 @@ INNER_METHODS = (
     "_test_impl",
     "_predict_impl",
 )
-"""Methods that Lightning's Trainer itself calls in fit, validate, test and predict."""
+"""Methods that Lightning's Trainer calls internally in fit, validate, test and predict."""
 
 
 HIGHEST_SEED = 1 << 32
@@ -96,7 +96,7 @@ class Trainer(TrainerAttributes):
     evaluation_points: EvaluationPoints | None = None
     """Values that evaluation steps log with `on_step`."""
     fit_as_lightning = FitAsLightning()
-    """Callback added to each run, since a run collects its hooks only once, from its callbacks and its task."""
+    """Added to each run as a callback, since a run collects hooks only once, from its callbacks and its task."""
 
     def __init__(  # noqa: PLR0913 (Lightning's arguments)
         self,
@@ -160,7 +160,7 @@ class Trainer(TrainerAttributes):
         self._make_loops()
 
     def _arguments_of_files_and_ranks(self, strategy: Any, devices: Any) -> dict[str, Any]:
-        """Return arguments of Legato's Trainer: the checkpoint format, and the processes of the script."""
+        """Return Legato's Trainer arguments for the checkpoint format and for the ranks of a script."""
         self.files, self.starts_script = LightningFile(self), starts_script(strategy)
         is_alone = devices in (1, "1") or (isinstance(devices, list) and len(devices) == 1)
         # for a Trainer with a single process, each rank of a script is independent
@@ -191,7 +191,7 @@ class Trainer(TrainerAttributes):
 
     # --- choices of this Trainer ------------------------------------------------------------------------------------
     def new_state(self) -> TrainerState:
-        """Return the state of a fit, which continues from the end of the last one."""
+        """Return the initial state of a fit, which continues where the last fit ended."""
         last = self.state
         # a second fit continues the counts of the first in Lightning; in Legato, it starts anew
         fields = ("global_step", "optimizer_steps", "rounds", "samples_seen", "replicas", "seed")

@@ -119,7 +119,7 @@ class LearningRateSweep(Callback):
         return finite[int(torch.gradient(losses, spacing=[rates])[0].argmin())]
 
     def suggestion(self, skip_begin: int = 10, skip_end: int = 1) -> float | None:
-        """Return the learning rate at which the loss decreases fastest. With too few points, log that; return None."""
+        """Return the learning rate at which the loss decreases fastest. With too few points, log this; return None."""
         step = self.best_step(skip_begin, skip_end)
         if step is None:
             log.error("The sweep has too few points to suggest a learning rate. Use more steps or more data.")
@@ -247,7 +247,7 @@ class Tuner:
 
 
 def learning_rate_name(model: Any, name: str = "") -> str:
-    """Return the name of the learning rate in a module or its hparams. Raises AttributeError."""
+    """Return the name of the learning rate in a module or its hparams. Raises AttributeError if there is none."""
     names = [name] if name else ["lr", "learning_rate"]
     for candidate in names:
         if _holders(candidate, model):
@@ -259,7 +259,7 @@ def learning_rate_name(model: Any, name: str = "") -> str:
 
 
 def _data_of(method: str, train: Any, val: Any, evaluation: Any, datamodule: Any) -> dict[str, Any]:
-    """Return the data in the form of the trainer's method."""
+    """Return the data as keyword arguments for the trainer's method."""
     if method not in METHODS:
         raise ValueError(f"method {method!r} is invalid. Should be one of {METHODS}.")
     if method == "fit" and evaluation is not None:

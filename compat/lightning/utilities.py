@@ -132,7 +132,7 @@ def has_iterable_dataset(dataloader: object) -> bool:
 
 
 def sized_len(dataloader: object) -> int | None:
-    """Return the length of a loader; None if it has none."""
+    """Return the length of a loader; None if the length is unknown."""
     try:
         return len(dataloader)  # type: ignore[arg-type]
     except (TypeError, NotImplementedError):

@@ -85,7 +85,7 @@ class StochasticWeightAveraging(weight_averaging.WeightAveraging, Callback):
 
     @staticmethod
     def avg_fn(averaged_model_parameter: Any, model_parameter: Any, num_averaged: Any) -> Any:
-        """Return the mean after adding one more value to it."""
+        """Return the mean after including one more value."""
         return averaged_model_parameter + (model_parameter - averaged_model_parameter) / (num_averaged + 1)
 
     def average(self, averages: torch.Tensor, weights: torch.Tensor) -> None:
@@ -94,7 +94,7 @@ class StochasticWeightAveraging(weight_averaging.WeightAveraging, Callback):
 
     # --- training ---------------------------------------------------------------------------------------------------
     def setup(self, trainer: "Trainer", task: "Task", stage: str) -> None:
-        """Compute the first epoch. Raises ConfigError for a fraction if the run has no last epoch."""
+        """Compute the first epoch to average. Raises ConfigError for a fraction if the run has no last epoch."""
         super().setup(trainer, task, stage)
         if stage != "fit":
             return
@@ -136,7 +136,7 @@ class StochasticWeightAveraging(weight_averaging.WeightAveraging, Callback):
             self.update(task)
 
     def on_train_batch_start(self, trainer: "Trainer", task: "Task", batch: Any, batch_idx: int) -> None:
-        """Undo changes to the learning rate by a scheduler that steps once per step."""
+        """Undo learning rate changes by a scheduler that runs after every step."""
         if self._rates_before:
             self._set_rates(trainer)
 

@@ -34,7 +34,7 @@ def with_lightnings_names(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def without_empty(calls: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return those of a hook's calls that have an effect. Calls to callbacks are partials."""
+    """Return the calls of a hook that have an effect. Calls to callbacks are `functools.partial` objects."""
     return tuple(call for call in calls if getattr(getattr(call, "func", None), "__func__", None) not in EMPTY_HOOKS)
 
 

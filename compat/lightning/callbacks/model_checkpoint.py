@@ -251,7 +251,7 @@ class ModelCheckpoint(Checkpoint):
             self._save_last_checkpoint(trainer, candidates)
 
     def _is_accumulating(self, trainer: "Trainer") -> bool:
-        """Return whether an unfinished step has accumulated gradients, from which a run could not resume."""
+        """Return whether an unfinished step has accumulated gradients, since a run could not resume from them."""
         return trainer.training and trainer.metrics.step == trainer.global_step
 
     def _is_due_by_time(self, trainer: "Trainer") -> bool:

@@ -1,4 +1,4 @@
-"""The location of the command line in Lightning 1."""
+"""The location of LightningCLI in Lightning 1."""
 
 from legato.compat.lightning.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 
