@@ -1,7 +1,7 @@
-"""Accelerators: properties of devices of any kind. No other module names a kind of device.
+"""Properties of devices of any kind. No other module names a specific kind of device.
 
-The answers come from torch's generic functions (torch.accelerator, the device's module). This module names a kind of
-device only if torch has no such function.
+This module calls torch's generic functions (torch.accelerator, the device's module). It names a kind of device only if
+torch has no generic function.
 """
 
 import re
@@ -82,7 +82,7 @@ def pins_memory() -> bool:
 
 
 def _question(device: torch.device, name: str) -> Any:
-    """Return a function of the device's module, such as torch.cuda.get_device_name, or None if it does not exist."""
+    """Return a function from the device's module, such as torch.cuda.get_device_name; None if the module lacks it."""
     return getattr(getattr(torch, device.type, None), name, None)
 
 
@@ -93,7 +93,7 @@ def make_current(device: torch.device) -> None:
 
 
 def backend_for(device: torch.device, chosen: str | None = None, shared: bool = False) -> str:
-    """Return the backends of a process group: one for tensors on this device, and gloo for those on the host.
+    """Return the backends for a process group: one for tensors on this device, and gloo for tensors on the host.
 
     Args:
         chosen: the backend for the device's tensors; None selects torch's default for the kind of device.
@@ -134,7 +134,7 @@ def has_bfloat16(kind: str) -> bool:
 
 @cache  # called in each step
 def widest_float(device: torch.device) -> torch.dtype:
-    """Return the dtype in which the device sums most exactly: float64, or float32 if it has no float64."""
+    """Return the widest floating-point dtype of the device: float64, or float32 if it does not support float64."""
     # by kind, since a query would initialize the device; all other kinds have float64
     if device.type == "xpu":
         return torch.float64 if torch.xpu.get_device_properties(device).has_fp64 else torch.float32
@@ -217,7 +217,7 @@ def set_generators(states: list[torch.Tensor]) -> None:
 
 
 def visible_devices(wanted: str) -> tuple[str, str]:
-    """Return the environment variable that selects this process's devices, and its device names; ("", "") if none does.
+    """Return the variable that selects this process's devices, and the device names in it; ("", "") if there is none.
 
     Args:
         wanted: the value of trainer.accelerator.
@@ -246,9 +246,9 @@ def assigned_device(device: torch.device) -> str:
 
 @contextmanager
 def deterministic_cublas(device_type: str) -> Iterator[None]:
-    """Make cuBLAS sum in a fixed order: set CUBLAS_WORKSPACE_CONFIG before CUDA starts, and unset it on exit.
+    """Set CUBLAS_WORKSPACE_CONFIG before CUDA starts, so that cuBLAS sums in a fixed order; unset it on exit.
 
-    Raises ConfigError on CUDA if the variable has a value that leaves the order open.
+    Raises ConfigError on CUDA if the variable already has a value that does not fix the order.
     https://docs.nvidia.com/cuda/cublas/#results-reproducibility
     """
     workspace = get_variable(_CUBLAS)

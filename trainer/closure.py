@@ -44,7 +44,7 @@ class Closure:
         return optimization.loss_of_step(self.optimizer)
 
     def _find_versions(self) -> list[tuple[int, bool]]:
-        """Return the weights' versions, which show that an optimizer such as SAM moved weights or cleared gradients."""
+        """Return values that show whether an optimizer such as SAM has changed weights or cleared gradients."""
         if not self.trainer.current_run.optimization.needs_closure:
             return []
         return [(version_of(parameter), parameter.grad is None) for parameter in optimizer_parameters(self.optimizer)]

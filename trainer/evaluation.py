@@ -23,7 +23,7 @@ def no_gradients(run: "Run") -> AbstractContextManager[Any]:
 
 
 def calls_of(run: "Run", stage: str) -> tuple[int, Calls, Calls]:
-    """Return how many of (batch, batch_idx, dataloader_idx) the step takes, with the hooks before and after each batch.
+    """Return how many of (batch, batch_idx, dataloader_idx) the step takes, and the hooks before and after a batch.
 
     A hook may omit `dataloader_idx`.
     """
@@ -39,7 +39,7 @@ def kept(run: "Run", output: Any) -> Any:
 
 
 def results(run: "Run", request: "Request") -> list[Any]:
-    """Return the predictions, or the metrics of each loader, which are printed if `verbose`."""
+    """Return the predictions, or each loader's metrics; print the metrics if `verbose`."""
     if request.stage != "predict":
         return _report(run, request.verbose)
     return _predictions(run) if request.keep_outputs else []

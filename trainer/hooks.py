@@ -47,16 +47,16 @@ MISNOMERS = {
 """Common wrong names for steps and loaders. They are an error unless the task also defines the right name."""
 
 STEP_SIMILARITY = 0.9
-"""Minimum similarity at which a method's name counts as a misspelled step; `train_step` has 0.87."""
+"""Minimum similarity at which a method's name counts as a misspelled step; the similarity of `train_step` is 0.87."""
 
 
 class Hooks(dict[str, Calls]):
     """Maps a hook's name to its calls, or to () if nothing overrides the hook.
 
-    The order is that of the callbacks, then the task, then late callbacks.
+    Callbacks come first, in their order, then the task, then late callbacks.
 
-    Late callbacks (MonitoringCallback) evaluate and save the results of the others. Callbacks' methods are bound to the
-    trainer and the task.
+    Late callbacks (MonitoringCallback) evaluate and save the results of the other callbacks. Callbacks' methods are
+    bound to the trainer and the task.
     """
 
     def __init__(self, trainer: "Trainer", task: Task, callbacks: Sequence[Callback]) -> None:
@@ -142,7 +142,7 @@ def check_hook_arguments(owner: Task | DataModule | Callback) -> None:
 
 
 def describe_misnomers(owner: Task | DataModule | Callback) -> Iterator[str]:
-    """Yield a message for each method that is named almost like a hook or step and would never be called."""
+    """Yield a message for each method that resembles a hook or step by name and would never be called."""
     base, hooks, steps = names_of(owner)
     hook_names, step_names = set(hooks), set(steps)
     inherited = {name for kind in base.__mro__ for name in vars(kind)}
@@ -170,7 +170,7 @@ def describe_misnomers(owner: Task | DataModule | Callback) -> Iterator[str]:
 
 
 def signature_of(method: Callable[..., Any]) -> inspect.Signature:
-    """Return a method's signature. If the method wraps a bound method, return the latter's, without `self`."""
+    """Return a method's signature. If the method wraps a bound method, return the bound method's, without `self`."""
     inner = inspect.unwrap(method)
     return signature(inner if inspect.ismethod(inner) else method)
 
@@ -220,7 +220,7 @@ TASK_METHODS = (
 
 
 def counter_of(task: Task) -> Callable[[Any], int] | None:
-    """Return the task's count_samples, or None to count a batch's samples by its tensors, which must agree."""
+    """Return the task's count_samples; None to count samples by the lengths of a batch's tensors, which must agree."""
     return task.count_samples if overrides(task, Task, "count_samples") else None
 
 
@@ -262,7 +262,7 @@ def count_arguments(task: Any, step: str, several_loaders: bool = True) -> int:
 
 
 def fitted(hook: Callable[..., Any], count: int, several_loaders: bool) -> Callable[..., Any]:
-    """Return `hook` as a function of `count` arguments.
+    """Return `hook` as a function that takes `count` arguments.
 
     If the hook takes one argument fewer, the last argument, dataloader_idx, is dropped.
 

@@ -154,7 +154,7 @@ def close(run: Call, errors: Errors) -> None:
 
 
 def gather_metrics(run: Call) -> None:
-    """Merge over all ranks the metric objects that were never logged. All ranks must call this."""
+    """Merge, across all ranks, the metric objects that were never logged. All ranks must call this."""
     names = run.metrics.gather_unlogged()
     if names and run.trainer.is_global_zero:
         log.warning(

@@ -1,4 +1,4 @@
-"""Masked batches: batches of another process, which equalize the number of forward and backward passes.
+"""Masked batches: copies of another process's batches, so that all processes run equally many passes.
 
 A forward pass that gathers parameters (FSDP) is a collective, so a process with fewer batches must still take part. It
 runs a batch of the process with the most batches and discards the results: the loss is multiplied by zero, logged

@@ -38,7 +38,7 @@ class Preemption:
     def __init__(self, trainer: "Trainer", stage: str, agreement: Agreement) -> None:
         self.trainer, self.stage, self.agreement = trainer, stage, agreement
         self.signal = 0
-        """The signal that asked this process to end; 0: none."""
+        """The signal that asked this process to end; 0 if none has."""
         self.started = False
         """Whether training has started, so that there may be something to save."""
         self.leaving = False
@@ -73,8 +73,9 @@ class Preemption:
         self.watch.nothing_to_save = False
 
     def expect_end(self, failed: bool) -> None:
-        """Only record signals while the run closes. Unless the run failed, recorded signals end the process afterwards.
+        """While the run closes, record signals without acting on them.
 
+        Unless the run failed, recorded signals end the process afterwards.
         An exception from a handler would skip the rest of the teardown.
         """
         self.started, self.leaving = True, self.leaving or failed
@@ -123,7 +124,7 @@ class Preemption:
             raise end from None
 
     def leave_evaluation(self) -> None:
-        """Discard a validation in progress and return to the state of training."""
+        """Discard a validation in progress and return to training."""
         run = self.trainer.current_run
         if run.loop.doing == "train":
             return
@@ -138,7 +139,7 @@ class Preemption:
 
     @property
     def _replays(self) -> bool:
-        """Return whether this run is a replay. Nobody resumes a replay."""
+        """Return whether this run is a replay. Replays are never resumed."""
         return self.trainer.run_dir is not None and REPLAY in self.trainer.run_dir.name
 
     def save(self) -> Location | None:

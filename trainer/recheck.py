@@ -1,8 +1,8 @@
 """Recheck: computes a step twice before its update, to find hardware that computes wrong results without an error.
 
-Large runs meet such silent data corruption about once a week (Gemini, arXiv:2312.11805; Llama 3, arXiv:2407.21783).
-Gradients are hashed within the backward pass, before the sum over ranks, which would spread a wrong gradient to every
-rank.
+Large runs encounter such silent data corruption about once a week (Gemini, arXiv:2312.11805; Llama 3,
+arXiv:2407.21783). Gradients are hashed within the backward pass, before the sum over ranks, which would spread a wrong
+gradient to every rank.
 """
 
 from collections.abc import Iterator
@@ -42,9 +42,9 @@ class Recheck:
         self.step: StepInput | None = None
         """The current step if it is computed twice."""
         self.batches: list[tuple[Any, Any]] = []
-        """Batches of the step before their forward, and the generator states at that point."""
+        """Batches of the step before their forward passes, and the generator states at that point."""
         self.before: list[tuple[Tensor, Tensor | None]] = []
-        """Each parameter and its gradient from before the step, which is None unless the task keeps gradients."""
+        """Each parameter and its gradient before the step. The gradient is None unless the task keeps gradients."""
         self.buffers = ReplicaBuffers(None)
         self.hashes: dict[str, Tensor] = {}
         self.hooks: dict[Tensor, Any] = {}
@@ -52,7 +52,7 @@ class Recheck:
         self.names: dict[Tensor, str] = {}
         """Names of parameters, including the gathered ones of FSDP."""
         self.clean_at = 0
-        """The newest step whose two passes had the same bits."""
+        """The newest step whose two passes were bitwise identical."""
 
     def begin_step(self, step: StepInput) -> None:
         """Before a step's first forward pass, prepare to compute the step twice if it is to be rechecked."""
@@ -118,7 +118,7 @@ class Recheck:
         self.clean_at = number + 1
 
     def _end_pass(self, is_settled: bool) -> dict[str, Tensor]:
-        """Return the hashes of a pass, including gradients and buffers after it."""
+        """Return the hashes of a pass, including those of the gradients and buffers at its end."""
         task = self.trainer.task
         named = task.named_parameters() if is_settled else ()
         left = {MEAN + name: parameter.grad for name, parameter in named if parameter.grad is not None}
@@ -172,7 +172,7 @@ class Recheck:
 
 
 def describe(by_rank: list[tuple[ProcessEntry, list[tuple[str, int, int]]]]) -> str:
-    """Describe the differences on the ranks where they began, because exchanged tensors depend on all ranks."""
+    """Describe the differences on the ranks where they originated, because exchanged tensors depend on all ranks."""
     affected = [(entry, rows) for entry, rows in by_rank if rows]
     began = [(entry, rows) for entry, rows in affected if not rows[0][0].startswith((MEAN, BUFFER))]
     told = [

@@ -1,4 +1,4 @@
-"""Runs in worker processes: sends the call to the workers, and copies their results back into the caller's objects."""
+"""Runs a call in worker processes: sends it to the workers, and copies their results into the caller's objects."""
 
 import logging
 import time

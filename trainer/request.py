@@ -1,4 +1,4 @@
-"""Request: the arguments of one call to fit, validate, test or predict, which another process can repeat."""
+"""Request: the arguments of a call to fit, validate, test or predict, so that another process can repeat it."""
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,7 @@ class Request:
     loaders: dict[str, Any] = field(default_factory=dict)
     """Loaders passed to the call, by "train", "validation", "test", "predict"."""
     source: Any = None
-    """The checkpoint to resume or to take an evaluation's weights from: a keyword, a path, or a `StoredRun`."""
+    """The checkpoint to resume from, or with an evaluation's weights: a keyword, a path, or a `StoredRun`."""
     keep_outputs: bool = False
     """Whether to return predictions."""
     verbose: bool = False
@@ -61,7 +61,7 @@ class Request:
         return request
 
     def repeat(self, trainer: "Trainer") -> Any:
-        """Make the same request to another trainer."""
+        """Make the same call on another trainer."""
         where = {"datamodule": self.datamodule, "ckpt_path": self.source}
         if self.stage == "fit":
             return trainer.fit(self.task, self.loaders.get("train"), self.loaders.get("validation"), **where)

@@ -62,9 +62,9 @@ class LoopState:
     item: ReplicaBatch | None = None
     """The newest batch of an evaluation in this process."""
     outputs: list[tuple[int, int, int, Any]] = field(default_factory=list)
-    """Loader, batch, replica and output of each batch that this process has predicted so far."""
+    """The index of the loader, the batch and the replica, and the output, for each batch predicted so far."""
     validated_after: float = 0.0
-    """Elapsed seconds of the run at the end of the newest validation; before the first one, at the start."""
+    """Elapsed time of the run in seconds at the end of the newest validation or, before the first one, at the start."""
     point: tuple[int, dict[str, float]] | None = None
     """Step and values of the newest logging point."""
     samples_of_epoch: dict[str, Any] | None = None
@@ -75,17 +75,17 @@ class LoopState:
 
 @dataclass
 class RunData:
-    """The data of a run. `reload_dataloaders_every_n_epochs` replaces it."""
+    """Loaders of a run, and values derived from them. Both change under `reload_dataloaders_every_n_epochs`."""
 
     keys_forward: bool
-    """Whether to key the generators before each batch's forward; if False, loading the batch has done so."""
+    """Whether to key the generators before each batch's forward pass; if False, loading the batch has done so."""
     training: TrainingData | None = None
     evaluations: dict[str, EvaluationData] = field(default_factory=dict)
     """Data of "validation", "test" and "predict"."""
     loaders: dict[str, Any] = field(default_factory=dict)
     """The user's loaders, by "train", "validation" and so on."""
     samples: dict[str, Any] = field(default_factory=dict)
-    """The fingerprint's section on which samples make up a step."""
+    """The fingerprint's section that describes which samples make up a step."""
     validation_rounds: int | None = None
     """Batches per replica between validations; None: validate at the end of epochs, or by time."""
     validation_seconds: float | None = None
@@ -120,7 +120,7 @@ class Call:
     drift: DriftGuard
     membership: Membership = field(default_factory=Membership)
     source: Path | str | None = None
-    """`Location` of the checkpoint to resume or take weights from; always None until the processes have met."""
+    """`Location` of the checkpoint to resume from or take weights from; always None until the processes have met."""
     resumes_same_run: bool = False
     """True if this run resumes itself rather than starting from another run's checkpoint."""
     evaluated_point: tuple[int, int] | None = None
@@ -211,13 +211,13 @@ class Run(Call):
     """Whether to key the generators before hooks after a step. With one replica there is no need: each step leaves the
     generators in a state that is a function of the step."""
     arity: int
-    """Number of arguments in (batch, batch_idx) that training_step takes."""
+    """How many of (batch, batch_idx) training_step takes."""
     gradient_scale: float
     """Factor by which the strategy multiplies gradients in addition to averaging them over the samples of a step."""
     fingerprint: dict[str, Any]
     """Settings that define the run; see resume.fingerprint."""
     numerics: dict[str, Any]
-    """Settings that change the bits of results. A checkpoint saved after they are reverted stores these."""
+    """Settings that affect the bits of results. Checkpoints store them even after the run has reverted them."""
 
     # --- the step ---------------------------------------------------------------------------------------------------
     def begin_step(self, step: StepInput) -> None:
@@ -434,7 +434,7 @@ class Run(Call):
             self.trainer.publish(self.metrics.newest_values(), write=False)
 
     def call_epoch_end(self, stage: str) -> None:
-        """Publish the epoch's values and call the hooks that end it, except training's late hooks."""
+        """Publish the epoch's values and call the hooks that end the epoch, except the late hooks of training."""
         self.metrics.suffix, self.metrics.in_step = "", False
         self.metrics.leave_batches(1)  # values logged by such a hook weigh as one batch, for any number of processes
         name = f"on_{stage}_epoch_end"
@@ -476,13 +476,13 @@ class Run(Call):
         self.loop.epoch_skipped, self.loop.samples_of_epoch = True, samples
 
     def steps_left(self) -> Iterator[StepInput]:
-        """Return the remaining steps of the epoch; none if a hook at its start skipped the epoch or ended the run."""
+        """Return the epoch's remaining steps; none if a hook at its start skipped the epoch or ended the run."""
         if self.loop.epoch_skipped or self.schedule.stops_here():
             return iter(())
         return self.training_data.epoch(self.state.epoch, self.state.epoch_steps)
 
     def parts(self) -> dict[str, Stateful]:
-        """Return the parts that a checkpoint stores beside weights, optimizers and loop state, in restore order."""
+        """Return the parts that a checkpoint stores besides weights, optimizers and loop state, in restore order."""
         data = {} if self.data.training is None else {"data": self.data.training}
         module = {} if self.datamodule is None else {"datamodule": self.datamodule}
         return {

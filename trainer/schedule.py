@@ -1,7 +1,7 @@
 """Schedule: when to validate, step the learning rate schedulers, and end an epoch or the run.
 
-Each event happens exactly once, even after resuming from a checkpoint that any hook has saved: `State` records which
-events have happened.
+Each event happens exactly once, even after resuming from a checkpoint that any hook has saved, because `State`
+records which events have happened.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -74,7 +74,7 @@ class Schedule:
 
     # --- steps and epochs -------------------------------------------------------------------------------------------
     def count(self, step: StepInput) -> None:
-        """Count a finished step and step the step-interval schedulers; after an epoch's last step, the others too."""
+        """Count a finished step and step the step-interval schedulers; after an epoch's last step, step all of them."""
         state, optimization = self.state, self.optimization
         optimization.updating = True  # even if a guard dropped the update
         state.global_step += 1

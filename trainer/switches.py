@@ -1,7 +1,7 @@
 """Everything outside a run that affects its bits: versions, CPU, environment variables, and torch's global switches.
 
-docs/reference/bits.md describes each name. A run records and compares the results of `versions` and `environment`. The
-SWITCHES table also carries the switches to workers.
+docs/reference/bits.md describes each name. A run records and compares the results of `versions` and `environment`.
+Workers also copy the switches in the SWITCHES table from the caller.
 """
 
 import platform

@@ -61,8 +61,8 @@ class Trainer(TrainerView):  # noqa: D101 - arguments and docstring come from Tr
     ) -> None:
         """Train a task.
 
-        `resume="auto"` continues from the newest complete checkpoint of this run name, in the same run directory, if
-        there is one. A path starts a new run directory from that checkpoint. Lightning calls this `ckpt_path`.
+        `resume="auto"` continues from the newest complete checkpoint under this run name, if there is one, in the same
+        run directory. A path starts a new run directory from that checkpoint. Lightning calls this `ckpt_path`.
         """
         request = Request.of("fit", model, datamodule, source=resume or ckpt_path)
         request.take_loaders(train=train_dataloaders, validation=val_dataloaders)
@@ -157,7 +157,7 @@ class Trainer(TrainerView):  # noqa: D101 - arguments and docstring come from Tr
         run.end_step(step, output, batch)  # on every process, even one without a batch
 
     def train_batch(self, step: StepInput, item: ReplicaBatch, batch: Any) -> Any:
-        """Run forward and backward for one batch and return training_step's output. A Closure repeats this call."""
+        """Run a batch's forward and backward passes; return training_step's output. A Closure repeats this call."""
         run = self.current_run
         hooks, strategy, optimization, is_last = run.hooks, run.strategy, run.optimization, item is step.batches[-1]
         output = strategy.training_step((batch, item.batch_idx)[: run.arity], item.replica, is_last)

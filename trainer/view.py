@@ -46,7 +46,7 @@ class TrainerView(TrainerArguments):
     explicit_config: str | None
     """The config as YAML without defaults, with the origin of each value."""
     command: dict[str, Any]
-    """The program's command line and this Trainer's place in it, which a replay uses to find its fits."""
+    """The program's command line and this Trainer's position in the program, which a replay uses to find the fits."""
     lengths: dict[str, Any]
     """Lengths of the newest run's loaders, by "train", "validation" and so on."""
     strategy: "Strategy"
@@ -276,7 +276,7 @@ class TrainerView(TrainerArguments):
 
     @property
     def first_validation_step(self) -> int | None:
-        """Step after which a run that starts now first validates; None if it never does or the step is unknown."""
+        """Step after which a run that starts now first validates; None if it never validates or the step is unknown."""
         if not sum(self.num_val_batches):
             return None
         every = self.check_val_every_n_epoch

@@ -34,7 +34,7 @@ LAUNCHER_POLL = 0.05
 
 T = TypeVar("T")
 _here: ElasticWorker | None = None
-"""Describes this process, if it is a worker of an elastic run."""
+"""Describes this process, if it is a worker in an elastic run."""
 
 
 def find_elastic_worker() -> ElasticWorker | None:
@@ -92,7 +92,7 @@ class ElasticWorkerGroup(WorkerGroup):
         self.timeout, self.store, self.port = timeout, store, port
         self.ids = itertools.count()
         self.members: dict[int, Member] = {}
-        """Members by id, including those that have ended."""
+        """Members by id, including those that have exited."""
         self.registry = MemberRegistry([])
         self.published_at = 0.0
         self.enter: Callable[[ElasticWorker], Callable[[], None]] | None = None
@@ -242,9 +242,9 @@ class ElasticWorkerGroup(WorkerGroup):
             self.store.release_member(member, returns_result=not self.has_result)
 
     def _close(self) -> None:
-        """End the run after its last member, successfully if any member finished.
+        """End the run after the last member has exited. The run succeeds if any member finished.
 
-        Kill processes that have not joined yet.
+        Processes that have not joined yet are killed.
         """
         self.closed = True
         # if all members have died, the failures survived so far are the cause

@@ -36,14 +36,14 @@ log = logging.getLogger("legato")
 GENERATION_WAIT = 1.0
 """Seconds within which the launcher usually detects a death after a broken connection."""
 RECOVERY_TIMEOUT = 10.0
-"""Seconds to wait for another generation after that."""
+"""Seconds to wait for a new generation after GENERATION_WAIT has passed."""
 FORM_TIMEOUT = 2.0
 """Timeout in seconds for forming a group once all members have arrived. It takes milliseconds unless a member dies.
 
 It doubles after each attempt that fails without a death, since a busy machine takes longer.
 """
 MAX_BREAKS = 3
-"""Number of times that a group may break at the same step without a death before Legato raises an error."""
+"""Number of times that a group may break at the same step, without a death before Legato raises an error."""
 _STORE_POLL = 0.003  # seconds between polls of the store for few processes
 
 
@@ -98,13 +98,13 @@ class ElasticMembership(Membership):
         return self.place
 
     def adopt_settings(self) -> None:
-        """Adopt the replicas and the directory of the run that this process joins."""
+        """Adopt the number of replicas and the run directory of the run that this process joins."""
         trainer = self.trainer
         if self.joins:  # the launcher assigns the directory, as rank 0 no longer broadcasts it
             trainer.replicas, trainer.run_dir = self.replicas, trainer.assigned_dir
 
     def _take_part(self) -> None:
-        """Start to take part. First members already have a group; others wait for a generation that includes them."""
+        """Start taking part. First members already have a group; others wait for a generation that includes them."""
         self.taking_part = True
         self.snapshot.start()
         # Only rank 0 polls the version, and the ranks agree on it. Otherwise ranks might see a new version in different
@@ -166,7 +166,7 @@ class ElasticMembership(Membership):
         return self.broken
 
     def _is_broken_by(self, error: BaseException) -> bool:
-        """Return whether a broken connection caused an error, and a newer generation exists in which to continue."""
+        """Return whether a broken connection caused the error and a newer generation exists to continue in."""
         if not is_communication(error):
             return False
         # usually the launcher has detected the death by now; otherwise connections may break without a death

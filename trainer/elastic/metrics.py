@@ -27,7 +27,7 @@ class SharedStates(MetricStates):
         return True
 
     def own_states(self) -> dict[str, dict[int, States]]:
-        """Return the states of this process's replicas for every metric that has been updated, even if since reset."""
+        """Return the states of this process's replicas for every metric that has been updated, even if reset since."""
         self.save()
         local = {path: {r: on_host(states) for r, states in self._own(path).items()} for path in self.kept}
         # also after a reset, since other ranks must reset the metric, too
@@ -47,7 +47,7 @@ class SharedStates(MetricStates):
 
 
 class SharedMetrics(Metrics):
-    """Logged values of all ranks, on every rank. Values are exchanged, and then counted, before each update."""
+    """Logged values of all ranks, on every rank. Ranks exchange and then count values before each update."""
 
     shares: ClassVar[bool] = True
     states: SharedStates
@@ -78,7 +78,7 @@ class SharedMetrics(Metrics):
     def flush(self) -> None:
         """Read all pending values. Training values wait for the next exchange.
 
-        If training values did not wait, an interrupted step, which is repeated, would count twice.
+        Otherwise, an interrupted step would count twice, because it is repeated.
         """
         if self.stage == "train":
             self.unshared += self.read_pending()
@@ -86,7 +86,7 @@ class SharedMetrics(Metrics):
             super().flush()
 
     def drop_step(self) -> None:
-        """Ignore all values logged for the newest step, including later ones."""
+        """Ignore all values logged for the newest step, including those that are logged later."""
         self.unshared = [row for row in self.unshared if row[4] not in (self.step, self.dropped)]
         super().drop_step()
 
@@ -113,7 +113,7 @@ class SharedMetrics(Metrics):
     def _share(self, extra: Sequence[float], names: bool = False) -> list[float]:
         """Exchange values. Return the maximum over ranks of each number in `extra`.
 
-        If this fails, no values have changed.
+        If the exchange fails, this rank's values stay unchanged.
 
         Args:
             names: whether to compare the names that ranks logged in the newest step.
@@ -142,7 +142,7 @@ class SharedMetrics(Metrics):
         return [max(column) for column in zip(*extras, strict=True)][2:]
 
     def _logged_in_step(self, rows: list[tuple[int, int, float, float, int]]) -> list[int]:
-        """Return the numbers of the series with values for the newest step, except those that only rank 0 logs."""
+        """Return the indices of the series with values for the newest step, except series that only rank 0 logs."""
         alone = {number for number, description in enumerate(self.exchange.descriptions) if Series(*description).alone}
         return [number for number, *_, step in rows if step == self.step and number not in alone]
 

@@ -62,7 +62,7 @@ class MemberState:
     """True if weights and loop state are consistent."""
     progress: Progress
     """Step, epoch, whether the epoch has ended, the steps of the newest validation and logging point, and the number of
-    exchanges of logged values. A process with one more exchange has the values of all ranks."""
+    exchanges of logged values. A process that has completed one more exchange than others has all ranks' values."""
     epoch_steps: int
     elapsed: float
     stop: bool
@@ -150,7 +150,7 @@ def _load_state(run: "Run", saved: dict[str, Any]) -> None:
 
 
 def _continue_at(run: "Run", place: Place, newest: MemberState) -> None:
-    """Set the loop state to the newest member's, with this process's share of the data."""
+    """Adopt the newest loop state, with this process's share of the data."""
     trainer, state = run.trainer, run.state
     run.agreement.join(run.strategy.collectives, state.global_step, newest.elapsed)
     run.agreement.stop = newest.stop
@@ -169,7 +169,7 @@ def _continue_at(run: "Run", place: Place, newest: MemberState) -> None:
 
 
 def repeat_after_step(run: "Run") -> None:
-    """Repeat the logging after a step, since the broken connection may have interrupted it.
+    """Repeat the logging after a step, because a broken connection may have interrupted it.
 
     All members must call this.
     """

@@ -22,7 +22,7 @@ class Member(NamedTuple):
     id: int
     """Unique id, never reused."""
     slot: int
-    """Index of its device; a replacement takes over the dead process's device."""
+    """Index of the process's device; a replacement takes over the dead process's device."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class ElasticWorker:
     port: int
     """Port of the store, on the loopback interface."""
     attempt: int
-    """Index of the attempt, which is part of the store's prefix."""
+    """Index of the attempt; part of the prefix of the store's keys."""
     replicas: int | None = None
     """Replicas of the run that this worker joins; None for a first member."""
 
@@ -53,7 +53,7 @@ class Generation:
 
 
 class MembershipStore:
-    """Keys for one attempt at an elastic run, in torch's store."""
+    """The entries in torch's store for one attempt at an elastic run."""
 
     def __init__(self, entries: "Store", attempt: int) -> None:
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]
@@ -109,7 +109,7 @@ class MembershipStore:
         self.entries.set(f"dismissed/{member.id}", "answer" if returns_result else "go")
 
     def released(self, member: Member) -> str | None:
-        """Return "answer" or "go" if the process may exit."""
+        """Return "answer" (send the result, then exit) or "go" (exit); None if the process must still wait."""
         key = f"dismissed/{member.id}"
         return self.entries.get(key).decode() if self.entries.check([key]) else None
 
@@ -165,7 +165,7 @@ class MemberRegistry:
         self.members = [remaining for remaining in self.members if remaining != member]
 
     def finish(self, member: Member) -> None:
-        """Record that a member, and so the run, has finished. No process can join the run anymore."""
+        """Record that a member, and therefore the run, has finished. From then on, no process can join."""
         self.remove(member)
         self.finished.add(member)
         self.spares += [remaining for remaining in self.members if remaining not in self.have_state]

@@ -12,7 +12,7 @@ Read = Callable[[], Sequence[float]]
 Tell = Callable[[list[float]], object]
 
 SECONDS_BETWEEN = 1.0
-"""Approximate maximum time in seconds until up to a hundred processes see a request to stop."""
+"""Approximate maximum time in seconds until all processes, up to a hundred, see a request to stop."""
 
 
 class Agreement:
@@ -27,22 +27,22 @@ class Agreement:
         self.join(ranks, step, elapsed)
 
     def add(self, read: Read, tell: Tell) -> None:
-        """Exchange more numbers in each agreement.
+        """Exchange additional numbers in each agreement.
 
         Args:
-            read: returns this rank's numbers, the same number of them on every rank.
+            read: returns a list of this rank's numbers; its length must be equal on all ranks.
             tell: called after each agreement with the maximum of each number over ranks. If it returns true, which it
                 must do on all ranks or on none, the ranks agree again after the next step.
         """
         self.contributions.append((read, tell))
 
     def join(self, ranks: Ranks, step: int, elapsed: float) -> None:
-        """Start to agree with these ranks at `step`."""
+        """Start making agreements with these ranks at `step`."""
         self.ranks = ranks
         self.stop = False
         """True if the ranks have agreed to stop the run."""
         self.signal = 0
-        """Agreed signal that asked the run to end; 0: none."""
+        """Agreed signal that asked the run to end; 0 if none has."""
         self.elapsed = elapsed
         """Elapsed time of the run in seconds at the last agreement: the maximum over ranks."""
         self.next_step, self.next_round = step + 1, 1
@@ -93,7 +93,7 @@ class Agreement:
         return time.monotonic() - self._started
 
     def agree_next(self) -> None:
-        """Agree after this step or round; only for a single process."""
+        """Make the next agreement after this step or round. Has an effect only in a single-process run."""
         if self.ranks.size == 1:
             self.next_step = self.next_round = 0
 
@@ -103,7 +103,7 @@ class Agreement:
         self._round_met_at, self._round_met = time.monotonic(), 0
 
     def agree_in_evaluation(self, rounds: int, done: bool, signal: int) -> bool:
-        """Agree after `rounds` rounds of an evaluation, or when this rank is `done`; return whether all ranks are."""
+        """Agree after `rounds` rounds of an evaluation, or when this rank is `done`; return whether all are done."""
         now = time.monotonic()
         pace = (rounds - self._round_met) / max(now - self._round_met_at, 1e-6)
         progress = (0.0, 0.0) if done else (pace, float(rounds))
@@ -125,7 +125,7 @@ class Agreement:
     def _interval(self, pace: float, previous: int) -> int:
         """Return the number of steps (or rounds) until the next agreement, for a `pace` in steps per second.
 
-        It is at most twice `previous`, because a rank may have measured its first pace over a millisecond.
+        The result is at most twice `previous`, because a rank may have measured its first pace over a millisecond.
         """
         # gloo's ring sends 2 (n - 1) messages in sequence, each about 50 us on a network: with 1,024 processes an
         # agreement takes 0.1 s, which would be a tenth of the run at one agreement per second

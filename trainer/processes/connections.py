@@ -17,10 +17,10 @@ _noted: dict[int, Ends] = {}
 
 @contextmanager
 def noting(*, more: bool = False) -> Iterator[None]:
-    """Note the connections that are opened in this context; none if the system does not list a process's files.
+    """Note the connections opened in this context. Does nothing if the system does not list a process's files.
 
     Args:
-        more: whether to keep the connections noted before, for a group made within the default group, or forget them.
+        more: whether to keep earlier notes, for a group made within the default group. If False, they are dropped.
     """
     before = _connected()
     yield

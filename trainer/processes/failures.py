@@ -65,6 +65,6 @@ def end_process(error: BaseException, tell: bool = True) -> NoReturn:
 
 
 def end_by_force(number: int, reason: str) -> NoReturn:
-    """Kill this process and its children because it did not answer signal `number`."""
+    """Kill this process and its children because this process did not answer signal `number`."""
     event = f"was ended by {signal.Signals(number).name} in the middle of its work, because {reason}"
     leave(128 + number, Failure(event, signal=number, is_forced=True))

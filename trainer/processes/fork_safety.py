@@ -2,8 +2,8 @@
 
 These threads take a thread state from the interpreter when they drop the last reference to a tensor. Up to CPython 3.12
 a child that is forked at that moment (loader workers are forked from ranks) inherits the interpreter's lock in the
-locked state and hangs before its first line. A fork shortly after a collective hung once in 1,500 times (2 ranks on 2
-busy cores), and a run whose loader workers start anew each epoch froze after 32 epochs. At exit, such a thread may ask
+locked state and hangs before its first line. A fork shortly after a collective hung once in 1,500 forks (2 ranks on 2
+busy cores), and a run that restarted loader workers each epoch froze after 32 epochs. At exit, such a thread may ask
 for an interpreter that is gone, and the process aborts ("terminate called without an active exception"; once in 24
 exits).
 """
@@ -14,7 +14,7 @@ import os
 import time
 
 PAUSE = 0.01
-"""Seconds without the interpreter lock before a fork or at exit; the threads need much less."""
+"""Seconds to sleep, without the interpreter lock, before a fork or at exit; the threads need much less."""
 BURST = 0.1
 """Seconds within which several forks (one for each loader worker) share a pause."""
 

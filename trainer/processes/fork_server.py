@@ -1,7 +1,7 @@
 """Blocks end signals in multiprocessing's fork server and in new workers; only that server imports this module.
 
-A scheduler signals every process of a job. A signal would end the server while it forks a worker, which then has no
-exit code, or would be lost on a worker that is being forked. Therefore, the server and its new workers block the end
+A scheduler signals every process of a job. A signal could end the server while it forks a worker, which would then have
+no exit code, or could be lost on a worker that is being forked. Therefore, the server and its new workers block the end
 signals: the server never receives them (it ends with the process that started it), and a worker unblocks them after the
 fork.
 """

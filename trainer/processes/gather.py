@@ -141,11 +141,11 @@ def _exchange(tensor: Tensor, shapes: list[tuple[int, ...]], ranks: Ranks) -> li
 
 
 _channels: dict[Any, Any] = {}
-"""Process groups for gradients of gathers, which must not mix with the collectives of DDP's backward pass."""
+"""Process groups for the backward pass of all_gather, separate from the collectives of DDP's backward pass."""
 
 
 def _channel(strategy: Any, group: Any) -> Any:
-    """Return the process group for gradients of gathers. All ranks must call this."""
+    """Return the process group for the backward pass of all_gather. All ranks must call this."""
     if group is not None:
         return group
     if strategy.data_ranks is not strategy.collectives:  # a mesh, whose data axis is a subgroup of the world

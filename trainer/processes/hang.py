@@ -49,7 +49,7 @@ LONGEST_STEPS = 20
 STALLED = 1.0
 """Seconds without progress after which a rank writes its position."""
 DEADLOCKED = 30.0
-"""Seconds before a report if all ranks wait and one of them waits in a collective of the script."""
+"""Seconds before a report if all ranks wait and one of them waits in a collective that the script called."""
 SHOWN_STAGE = {"train": "training", "sanity_check": "the sanity check"}
 SAVED = "The run's checkpoints are complete: resume=auto continues the run."
 KILLED = "it may have been killed (out of memory: see `dmesg`)"
@@ -61,7 +61,7 @@ Position = dict[str, Any]
 class Board:
     """Notes that the ranks write to their store.
 
-    All methods raise RuntimeError if the store is gone or does not answer.
+    All methods raise RuntimeError if the store no longer exists or does not answer.
     """
 
     def __init__(self, store: Any, rank: int, size: int) -> None:
@@ -118,7 +118,7 @@ class Board:
 
 
 def _await(read: Callable[[], T]) -> T:
-    """Call `read` until its result is true, or for ANSWER_SECONDS; return the last result."""
+    """Call `read` until its result is true, for at most ANSWER_SECONDS; return the last result."""
     deadline = time.monotonic() + ANSWER_SECONDS
     while not (value := read()) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -137,7 +137,7 @@ class Watchdog:
         """
         self.trainer, self.loop, self.metrics = trainer, loop, metrics
         self.place = Place()
-        """Place of this process, set before the rendezvous and again for each process group."""
+        """Rank and node of this process, set before the rendezvous and again for each process group."""
         self.end_after: float | None = trainer.hang_timeout
         """Seconds without progress after which the run ends, once start-up is over; None: never."""
         self.report_after = REPORT_SECONDS
@@ -147,7 +147,7 @@ class Watchdog:
         """Duration of the longest step (or evaluation batch) so far in seconds, excluding the first."""
         self.reports = 0
         self.token = ""
-        """Token of this run, which separates its ranks from other runs at the same store."""
+        """Token of this run, which distinguishes its ranks from those of other runs at the same store."""
         self.shows_position = self.reported_failure = False
         """True while this rank's position is on the board; true once it has reported its position at a failure."""
         self.failed_stack: list[Frame] | None = None
@@ -259,7 +259,7 @@ class Watchdog:
         return self.begun, self.loop.doing, state.global_step, state.epoch, state.epoch_ended, *batches
 
     def _connect(self) -> Board | None:
-        """Return the board. It has its own connection, because the main thread may hang on the main connection."""
+        """Return the board, which has its own connection because the main thread may hang while it uses the other."""
         with self.connecting:
             group = distributed.group.WORLD if distributed.is_initialized() else None
             if group is not self.group:
@@ -477,7 +477,8 @@ def name_ranks(ranks: list[int]) -> str:
 def first_failure(error: BaseException, board: Board) -> BaseException:
     """Return the error to raise on this rank if no Legato launcher collects failures.
 
-    It is the rank's own error, which is written to the board, or a WorkerError that names the first rank to fail.
+    This is the rank's own error, which is written to the board if it is the first, or a WorkerError that names the
+    first rank to fail.
     """
     is_end = isinstance(error, SystemExit) and error.code in (None, 0, RESUME_ME, INTERRUPTED)
     if is_end or not isinstance(error, (Exception, SystemExit)):

@@ -1,6 +1,6 @@
 """Starts, monitors and stops local worker processes together, and raises the first failure in the caller.
 
-The caller sends the function through a file in a private folder, pickled by cloudpickle, and gets its result or
+The caller sends the function through a file in a private folder, serialized with cloudpickle, and gets its result or
 exception back in the same way. Therefore, lambdas, notebooks and classes of the caller's script work, and the script
 runs once. `set_worker_environment` sets a worker's environment variables, which include its rank.
 """
@@ -138,17 +138,17 @@ def _write_payload(path: Path, function: Callable[[], Any]) -> None:
 
 @dataclass(eq=False)
 class Worker:
-    """A worker process and the file in which it reports its end."""
+    """A worker process and the file in which it reports how it ended."""
 
     rank: int
     process: Any
     report: Path
     has_ended: bool = False
     unanswered: int = 0
-    """Signal that the worker did not answer, for which it is killed; 0: none."""
+    """Signal that the worker did not answer, which is why it is killed; 0 if there is none."""
 
     def send(self, number: int) -> None:
-        """Send a signal, unless the process has ended."""
+        """Send a signal, unless the process has exited."""
         with suppress(ProcessLookupError):
             if self.process.exitcode is None:
                 os.kill(self.process.pid, number)
@@ -232,7 +232,7 @@ class WorkerGroup:
 
     @property
     def running(self) -> list[Worker]:
-        """Workers whose end is not recorded yet."""
+        """Workers that have no recorded end yet."""
         return [worker for worker in self.workers if not worker.has_ended]
 
     def start(self, enter: Callable[..., Callable[[], None]]) -> None:
@@ -393,7 +393,7 @@ class _Streams:
 def _without_main() -> Iterator[None]:
     """Keep multiprocessing from rerunning the caller's script in a new process.
 
-    Objects of `__main__` that the worker needs are pickled by value.
+    Objects from `__main__` that the worker needs are pickled by value.
     """
     main = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")

@@ -19,9 +19,9 @@ ProcessEntry = tuple[int, int, str, str]
 
 
 def located(place: Place) -> Place:
-    """Add node and local rank, from all ranks' host names, to a place in the script's group. All ranks must call this.
+    """Derive node and local rank from all ranks' host names, for a script's own group. All ranks must call this.
 
-    A local rank from LOCAL_RANK, 0 or more, is kept. A place of any other origin is returned unchanged.
+    A local rank from LOCAL_RANK, 0 or more, is kept. A `Place` of any other origin is returned unchanged.
     """
     if place.origin != "script":
         return place
@@ -60,7 +60,7 @@ def check_place(trainer: TrainerArguments, count: Callable[[], int], place: Plac
 
 
 def report_layout(place: Place, device: torch.device, ranks: Ranks, meeting: str) -> None:
-    """Print the layout of the ranks and the address of their rendezvous on rank 0. All ranks must call this.
+    """On rank 0, print the layout of the ranks and the address of their rendezvous. All ranks must call this.
 
     Args:
         meeting: the address; empty for an existing group, a single process, or an elastic run, which logs its
@@ -86,8 +86,8 @@ def describe_layout(entries: Sequence[ProcessEntry], origin: str, meeting: str) 
     """Return the layout as text: a line for the run and a line for each node.
 
     Args:
-        origin: see Place. The origin is left out for a single process without a launcher, because `legato check` starts
-            a process that the run does not need.
+        origin: see Place. The text omits it for a single process without a launcher, because `legato check` starts a
+            process that the run itself would not need.
     """
     nodes: dict[tuple[int, str], list[ProcessEntry]] = {}
     for entry in entries:

@@ -8,7 +8,7 @@ from ...base.place import Place
 
 
 class RunFinished(Exception):
-    """Raised in a process that waits to join a run after the run has ended."""
+    """Raised in a process that is waiting to join a run if the run ends first."""
 
 
 class Membership:
@@ -18,7 +18,7 @@ class Membership:
     """Opens the loggers of a Run. Set during set-up, for a process that replaces a rank 0 that has left."""
 
     def connect(self, place: Place) -> Place:
-        """Form the process group; return this process's place in it."""
+        """Form the process group; return this process's rank and node as a `Place`."""
         return place
 
     def adopt_settings(self) -> None:

@@ -37,7 +37,7 @@ class Ranks:
         self.rank, self.size, self.group = rank, size, group
 
     def move(self, rank: int, size: int) -> None:
-        """Continue with another default group, in which this process has another rank."""
+        """Continue with a new default group, in which this process may have a different rank."""
         self.rank, self.size = rank, size
 
     def barrier(self) -> None:
@@ -131,7 +131,7 @@ def legatos_group(limit: timedelta | None = None) -> Any:
     """Return the process group of Legato's collectives, with all ranks. All ranks must call this.
 
     Only the script uses the default group, so an extra collective call that one rank makes there never pairs with one
-    of Legato's collectives. The group also serves host tensors, unlike a group of `init_process_group("nccl")`.
+    of Legato's collectives. Legato's group also handles host tensors; a group of `init_process_group("nccl")` doesn't.
 
     Args:
         limit: timeout of the group's collectives.

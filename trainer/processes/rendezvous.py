@@ -56,7 +56,7 @@ LEAVE_SECONDS = 20.0
 
 
 def find_store(place: Place, timeout: timedelta, init_method: str | None = None) -> "tuple[str, Store]":
-    """Return the address of the rendezvous, and an empty store there that all ranks of `place` have joined.
+    """Return the address of the rendezvous, and an empty store there that all ranks have joined.
 
     Raises ConfigError if the address is in use or unknown, if nothing answers within `timeout`, or if ranks are missing
     or duplicate. The error then names these ranks.
@@ -127,7 +127,7 @@ def tell_failure(text: str, by_user: bool) -> None:
 
 
 def _leave_failed(store: "Store", rank: int, world_size: int) -> None:
-    """Count this rank as informed of the failure; rank 0, which serves the store, waits for the other ranks."""
+    """Record that this rank knows of the failure; rank 0, which serves the store, waits for the other ranks."""
     store.add("know", 1)
     deadline = time.monotonic() + LEAVE_SECONDS
     while rank == 0 and store.add("know", 0) < world_size and time.monotonic() < deadline:
@@ -279,12 +279,13 @@ def join_process_group(
     init_method: str | None = None,
     device: "torch.device | None" = None,
 ) -> str:
-    """Create the default process group of `place` unless it exists; return the address of the rendezvous, or "".
+    """Create the default process group; return the address of the rendezvous, or "" if the group already exists.
 
-    `init_method` is "env://" (MASTER_ADDR and MASTER_PORT, or the variables of SLURM and MPI) or "tcp://host:port". By
-    default Legato's workers use their launcher's store, all other processes "env://". `device` is the process's device
-    if it has only one; NCCL then connects at once, so that a rank without its device fails here and not in the first
-    step.
+    Args:
+        init_method: "env://" (MASTER_ADDR and MASTER_PORT, or the variables of SLURM and MPI) or "tcp://host:port". By
+            default, Legato's workers use their launcher's store, and all other processes use "env://".
+        device: the process's device if it has only one. NCCL then connects at once, so that a rank without its device
+            fails here and not in the first step.
 
     Raises ConfigError if the address is in use or cannot be reached, or if ranks are missing after `timeout`.
     """

@@ -17,7 +17,7 @@ def requeue_job(number: int) -> None:
     """Requeue this SLURM job after signal `number`; log if that fails, or if the job is ending for another reason.
 
     SIGUSR1 is an early warning. SLURM sends SIGTERM to a job that is preempted (its state is RUNNING), but also to a
-    job that was cancelled or has reached its time limit, which must not be requeued.
+    job that was cancelled or has reached its time limit. Such a job must not be requeued.
     """
     job = slurm_job()
     if job is None:

@@ -7,18 +7,18 @@ from contextlib import contextmanager
 
 
 class SaveProgress:
-    """Number of saves in progress in this process, and the time of their newest progress."""
+    """Number of saves in progress in this process, and the time of their latest progress."""
 
     def __init__(self) -> None:
         self.under_way = 0
         """Number of saves in progress."""
         self.progressed_at = float("-inf")
-        """`time.monotonic` of the newest progress: the start of a save, a written block, or the end of a save."""
+        """`time.monotonic()` at the latest progress: the start of a save, a written block, or the end of a save."""
         self._lock = threading.Lock()
 
     @contextmanager
     def save(self) -> Iterator[None]:
-        """Count a save that runs in this context."""
+        """Count the code in this context as a save in progress."""
         self._change(1)
         try:
             yield

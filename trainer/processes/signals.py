@@ -15,7 +15,7 @@ from .save_progress import SAVES
 from .stacks import describe_stack, stack_of
 
 RESUME_ME = 75
-"""Exit code of a run that was stopped from outside and can be resumed (EX_TEMPFAIL in sysexits.h)."""
+"""Exit code of a run that was stopped externally and can be resumed (EX_TEMPFAIL in sysexits.h)."""
 INTERRUPTED = 130
 """Exit code after Ctrl-C: 128 + SIGINT, as in shells."""
 END_SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP
@@ -76,7 +76,7 @@ def exit_at_once(number: int) -> None:
 
 
 GRACE, NOTHING_TO_SAVE = 30.0, 5.0
-"""Seconds to answer SIGTERM or SIGHUP before the process is ended by force; seconds while there is nothing to save."""
+"""Seconds in which a process must answer SIGTERM or SIGHUP before it is killed: normally, and with nothing to save."""
 ONE_PRESS = 0.5
 """Seconds within which two SIGINT count as a single Ctrl-C: launchers forward a signal that the terminal also sends."""
 _TICK = 0.1
@@ -114,7 +114,7 @@ class SignalWatch:
         self.presses: list[float] = []
         """Times at which Ctrl-C was pressed."""
         self.signal_to_answer = 0
-        """Signal that must be answered; 0: none."""
+        """Signal that must be answered; 0 if there is none."""
         self.received_at = self.answered_at = float("-inf")
         self.ended = False
         self._reader = self._writer = self._before = -1
@@ -187,7 +187,7 @@ class SignalWatch:
             self.end_if_due()
 
     def _due(self) -> int:
-        """Return the signal for which to end this process now; 0: none."""
+        """Return the signal that requires this process to end now; 0 if there is none."""
         # finish a save rather than end early, but do not wait for a save without progress
         if SAVES.has_progressed(GRACE) or (SAVES.under_way and self._waits_for_ranks()):
             return 0

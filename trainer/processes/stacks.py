@@ -43,7 +43,7 @@ class Frame:
         return not self.file.startswith((*_OURS, *_LIBRARIES, "<"))
 
     def is_in(self, path: str) -> bool:
-        """Return whether `path` is a part of the path of the frame's file."""
+        """Return whether the path of the frame's file contains the given path."""
         return path in self.file.replace(os.sep, "/")
 
     @property
@@ -75,7 +75,7 @@ def stack_of_error(error: BaseException) -> list[Frame]:
 
 
 def describe_stack(stack: list[Frame], alone: bool) -> tuple[str, bool]:
-    """Describe what a stack does, and return whether it waits for other ranks. `alone` says that there are none."""
+    """Describe what a stack does, and return whether it waits for other ranks. `alone` means that there are none."""
     compiler = [index for index, frame in enumerate(stack) if frame.is_compiler]
     if compiler:  # start at its outermost frame, because generated code looks like the user's
         users = next((frame for frame in stack[compiler[-1] :] if frame.is_users), None)
@@ -103,7 +103,7 @@ def describe_stack(stack: list[Frame], alone: bool) -> tuple[str, bool]:
 
 
 def collective_of(stack: list[Frame]) -> str | None:
-    """Return the collective in which a stack waits; None if it waits in none."""
+    """Return the collective in which a stack waits; None if it does not wait in one."""
     name = None
     for frame in stack:
         if frame.is_in("torch/distributed/distributed_c10d"):

@@ -1,4 +1,4 @@
-"""Sends functions, results and exceptions with tracebacks between a process and its workers, by cloudpickle.
+"""Sends functions, results and exceptions with tracebacks between a process and its workers, with cloudpickle.
 
 The files are in a private folder and are unpickled by a process of the same user and run, seconds after they were
 written. The folder is then removed; no pickle is stored.
@@ -42,7 +42,7 @@ _BROKEN_CONNECTION = re.compile(
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """Pickler that sends classes of `named` modules by name.
 
-    The reader has the original classes and must not get copies.
+    The reader has the original classes and must not receive copies.
 
     Classes of `placed` modules are sent by value and registered in their module.
     """
@@ -74,7 +74,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 def _needs_its_process(obj: Any) -> bool:
-    """Return whether an object is a MosaicML dataset, whose ranks would wait for each other in the first epoch."""
+    """Return whether an object is a MosaicML dataset, with which ranks would wait for each other in the first epoch."""
     kind = getattr(sys.modules.get("streaming.base.dataset"), "StreamingDataset", None)
     return kind is not None and isinstance(obj, kind)
 
@@ -99,7 +99,7 @@ def pack(content: Any, named: frozenset[str] = frozenset(), placed: frozenset[st
 
 
 def unpack(path: Path, index: int = 0) -> Any:
-    """Return the object at an index of a file that a process of this run has packed."""
+    """Return the object at position `index` in a file that a process of this run has packed."""
     with path.open("rb") as file:
         for _ in range(index):
             pickle.load(file)
@@ -249,7 +249,7 @@ class Failure:
     communication: bool = False
     """True if the worker only noticed that another rank had exited."""
     signal: int = 0
-    """Signal that ended the worker, SIGINT for a KeyboardInterrupt; 0: none."""
+    """Signal that ended the worker, SIGINT for a KeyboardInterrupt; 0 if there is none."""
     is_forced: bool = False
     """True if the worker was killed because it did not answer that signal."""
     rank: int = 0

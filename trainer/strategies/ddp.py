@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ...tasks.task import Task
 
 UNUSED = re.compile(r"Expected to have finished reduction.*did not receive grad for rank \d+:([ \d]+)", re.DOTALL)
-"""Matches DDP's error for parameters without a gradient, and their indices."""
+"""Matches DDP's error about parameters without a gradient, and captures their indices."""
 
 
 class DDPStrategy(GroupStrategy):
@@ -230,7 +230,10 @@ class DDPStrategy(GroupStrategy):
             super()._add_up_ranks()
 
     def _check_reduced(self) -> None:
-        """Raise TaskError with the names of parameters without a gradient, for which the other ranks wait."""
+        """Raise TaskError if other ranks still wait for gradients that this rank did not compute.
+
+        The error names the parameters.
+        """
         assert self.task is not None
         try:
             self.require_reduced()

@@ -126,9 +126,9 @@ class Strategy:
         return 1
 
     def serve(self, place: Place, task: "Task | None" = None, seed: int = 0) -> bool:
-        """Return whether the process at this place serves the other processes instead of running the loop.
+        """Return whether the process with this rank serves the other processes instead of running the loop.
 
-        If there is a task, serves the other processes until their run ends.
+        If `task` is given, serves the other processes until their run ends.
         """
         return False
 

@@ -1,4 +1,4 @@
-"""Sums the replicas' gradients in a fixed binary tree: bitwise identical results on any number of processes."""
+"""Sums the replicas' gradients in a fixed binary tree, for bitwise identical results on any number of processes."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -99,7 +99,7 @@ def add_up_shares(rows: Sequence[Tensor], nodes_of: list[list[TreeNode]], group:
 
 
 class ReplicaStack:
-    """Gradients of a process's replicas in a step, summed as far as the tree allows."""
+    """Gradients of a process's replicas in a step, summed as far as the order of the tree allows."""
 
     def __init__(self, owned: range, parameters: int) -> None:
         self.owned, self.parameters = owned, parameters
@@ -268,7 +268,7 @@ class Bucket:
         return self.all_present if all(present) else self.all_present.new_tensor(present)
 
     def _allocate(self, nodes: int) -> None:
-        """Allocate the send and receive buffers only once: new memory costs a page fault per 4 KiB."""
+        """Allocate the send and receive buffers only once, because new memory costs a page fault per 4 KiB."""
         if self.outgoing.numel() == 0:
             world, share = self.layout.processes, self.share
             like = self.parameters[0].detach()

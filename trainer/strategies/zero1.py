@@ -109,7 +109,7 @@ class Zero1Strategy(DDPStrategy):
 
 
 class Zero1StateDicts(ShardedStateDicts):
-    """Optimizer state dicts in which each rank has its parameters' states and empty shards for others."""
+    """Optimizer state dicts with states for this rank's parameters and empty shards for all other parameters."""
 
     read_in_parts = ("optimizer_states",)
 
@@ -156,7 +156,7 @@ def _numbered(optimizer: Optimizer) -> Iterator[tuple[nn.Parameter, int]]:
 
 
 class _ShardFactory:
-    """Creates optimizers like `optimizer` for some of its parameters, without knowing its class's arguments."""
+    """Creates optimizers like `optimizer` for some of its parameters, whatever arguments the class takes."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer

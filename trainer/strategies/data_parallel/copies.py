@@ -78,7 +78,7 @@ def keep_buffers(module: nn.Module, copy: nn.Module) -> None:
 
 
 def log_as(task: "Task", samples: int, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-    """Log a copy's value on `task`, with batch_size=`samples` unless the step sets it."""
+    """Log a copy's value on `task`, with batch_size=`samples` unless the step sets batch_size."""
     # `Task.log` finds the name of a metric by identity, so it needs the task's object
     value = value.metric if isinstance(value, SharedMetric) else value
     task.log(name, value, *args, **({"batch_size": samples} | kwargs))

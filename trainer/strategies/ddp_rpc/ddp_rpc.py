@@ -108,7 +108,7 @@ class DDPRPCStrategy(DDPStrategy):
     def serve(self, place: Place, task: "Task | None" = None, seed: int = 0) -> bool:
         """Return whether this process is a server.
 
-        If it is a server with a task, serve its modules until the run ends.
+        If it is a server and `task` is given, build and serve its share of the remote modules until the run ends.
         """
         index = place.rank - self._trainers(place)
         if index >= 0 and task is not None:
@@ -340,7 +340,7 @@ class DDPRPCStrategy(DDPStrategy):
 
 
 def divided(names: Iterable[str], servers: int) -> list[list[str]]:
-    """Return the names of the remote modules of each server, assigned round-robin."""
+    """Return the names of the remote modules on each server, assigned round-robin."""
     # not in contiguous blocks, since adjacent tables often have the same size
     listed = list(names)
     return [listed[server::servers] for server in range(servers)]

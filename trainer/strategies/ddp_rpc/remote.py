@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from ....tasks.task import Task
 
 REFUSED: tuple[Any, ...] = (BATCH_NORM, nn.Dropout.__base__)
-"""Modules that behave differently in training and evaluation, while a server handles both at once."""
+"""Unsupported modules: they behave differently in training and evaluation, but a server handles both at once."""
 
 
 # --- a server ---------------------------------------------------------------------------------------------------------
@@ -59,7 +59,7 @@ class ServedModule:
         """Record that a trainer has finished its backward passes; after the last trainer, update the weights.
 
         Args:
-            options: the current options of the optimizer, such as a scheduled learning rate.
+            options: the optimizer's current options, such as a scheduled learning rate.
         """
         assert self.optimizer is not None
         if options is not None:
@@ -108,7 +108,7 @@ def module_named(name: str) -> nn.Module:
 
 
 def call_here(name: str, method: str, *arguments: Any) -> Any:
-    """Call a method of a `ServedModule` or of an attribute of it, such as `optimizer.state_dict`."""
+    """Call a method of a `ServedModule` or of one of its attributes, such as `optimizer.state_dict`."""
     with LOCK:
         return attrgetter(method)(SERVED[name])(*arguments)
 
@@ -174,7 +174,7 @@ class Remote(nn.Module):
 
 
 def parameter_places(task: nn.Module) -> list[tuple[Remote | None, int]]:
-    """Return each parameter's remote module (None if local) and its index, in single-process order."""
+    """Return each parameter's remote module (None if local) and its index there, in single-process order."""
     places: list[tuple[Remote | None, int]] = []
     local: dict[nn.Parameter, int] = {}
     for module in task.modules():

@@ -45,7 +45,7 @@ def make_mesh(sizes: Sizes, device_type: str) -> DeviceMesh:
 
 
 def data_ranks(mesh: DeviceMesh, sizes: Sizes) -> Ranks:
-    """Return the ranks that together process every batch once. They share this rank's place on the other axes.
+    """Return the ranks that together process every batch once. They share this rank's coordinates on the other axes.
 
     All ranks must call this, because creating a group is a collective.
     """
@@ -205,7 +205,7 @@ class MeshStrategy(GroupStrategy):
             self.precision.scaler = dtensors.MeshScaler(self.device)
 
     def _ranks_along(self, axis: str) -> Ranks:
-        """Return the processes along an axis of the mesh that share this process's place on the other axes."""
+        """Return the processes along an axis of the mesh that share this process's coordinates on the other axes."""
         if self.mesh is None:
             return SINGLE
         return Ranks(self.mesh.get_local_rank(axis), getattr(self.sizes, axis), self.mesh.get_group(axis))
@@ -307,7 +307,7 @@ class MeshStrategy(GroupStrategy):
         return prepared
 
     def _share_weights(self, task: "Task") -> None:
-        """Do nothing: `place_task` has distributed the weights."""
+        """Do nothing, because `place_task` has already distributed the weights."""
 
     def _refuse_bitwise(self, task: "Task", optimizers: Sequence[Optimizer]) -> None:
         """Raise ConfigError for settings under which the last bits depend on the number of processes."""
@@ -350,7 +350,7 @@ class MeshStrategy(GroupStrategy):
         return self.shard_tree
 
     def finish(self) -> None:
-        """Replace sharded weights with full weights on the host, or with empty ones. All ranks must call this."""
+        """Replace sharded weights with full weights on the host, or with empty tensors. All ranks must call this."""
         if self.steps is None or self.task is None:
             return
         # evaluations may have left blocks gathered, but make_plain reads the shards

@@ -91,7 +91,7 @@ class TreeReduceScatter:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
     ) -> None:
-        """Set `output_tensor` to this rank's shard of the sum over all replicas; to -0.0 before the last batch."""
+        """Set `output_tensor` to this rank's shard of the sum over all replicas, or to -0.0 before the last batch."""
         tree = self.tree
         if not tree.is_masked:
             if self.numbers not in (0, input_tensor.numel()):

@@ -23,7 +23,7 @@ from .dtensors import tensor_slots
 
 Blocks = Sequence[str] | int
 CONTAINERS = (nn.ModuleList, nn.ModuleDict)
-"""Modules without a forward method, so they cannot gather parameters as a block."""
+"""Modules without a forward method, which therefore cannot gather parameters as a block."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,10 @@ class Sharding:
     reshard_after_forward: bool | int | None
 
     def apply(self, root: nn.Module, task: nn.Module, mesh: DeviceMesh) -> FSDPModule:
-        """Shard the blocks of `task`, and its other parameters with `root`, whose forward calls it. Return `root`."""
+        """Shard the blocks of `task`. Then shard all other parameters with `root`, whose forward calls the task.
+
+        Return the sharded `root`.
+        """
         # no dtypes: autocast handles mixed precision on full-precision weights, as in a single process
         options: dict[str, Any] = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(cast_forward_inputs=False)}
         pinned = mesh.device_type != "cpu" and pins_memory()
@@ -83,9 +86,9 @@ def find_sharded_blocks(task: nn.Module, blocks: Blocks) -> list[nn.Module]:
     """Return the modules to shard as blocks, inner modules first, as `fully_shard` requires.
 
     Args:
-        blocks: class names, or a number of parameters. With a number, working outward, a module becomes a block if it
-            has at least that many parameters outside inner blocks. Single layers belong to their parent's block, for
-            fewer and larger messages.
+        blocks: class names, or a number of parameters. If a number is given, a module becomes a block if it has at
+            least that many parameters outside its inner blocks. Single layers belong to their parent's block, for fewer
+            and larger messages.
     """
     uses = Counter(id(tensor) for *_, tensor in tensor_slots(task))
     if not isinstance(blocks, int):

@@ -24,7 +24,7 @@ ROUNDING = 0.01
 
 
 class TensorGradients:
-    """Sums gradients along the `tensor` axis as the plan says, and compares the others in the first steps.
+    """Sums gradients along the `tensor` axis as the plan says, and compares the other gradients in the first steps.
 
     All processes on the axis must call the methods after a step's last backward pass.
     """

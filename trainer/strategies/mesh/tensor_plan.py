@@ -51,7 +51,7 @@ HUB_WORDS = {
 
 
 def plan_of(task: "Task") -> dict[str, str]:
-    """Return the task's plan, or else the plans of its models, in the words of this module.
+    """Return the task's plan, or else the plans of its models, in this module's words.
 
     Raises ConfigError for a style that Legato does not support.
     """

@@ -129,7 +129,7 @@ def generators() -> Tensor:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor, connected to the graph."""
+    """Return this rank's part of a tensor, connected to the autograd graph."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

@@ -27,10 +27,10 @@ class PartBlock:
     """A module of the task. Every sample passes through all blocks in order."""
 
     name: str
-    """Path in the task."""
+    """Module path in the task."""
     module: nn.Module
     size: int
-    """Bytes in its parameters and buffers."""
+    """Size of the parameters and buffers in bytes."""
 
 
 def find_part_blocks(task: "Task") -> list[PartBlock]:

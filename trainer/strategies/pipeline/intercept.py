@@ -183,7 +183,7 @@ def intercepted(kind: type[nn.Module], enter: Callable[..., Any]) -> type[nn.Mod
 
 
 class _Reached(BaseException):
-    """Raised when the task calls the first block. Not an Exception, so that `except Exception` does not catch it."""
+    """Raised when the task calls the first block. A BaseException, which `except Exception` does not catch."""
 
     def __init__(self, args: tuple[Any, ...], named: dict[str, Any]) -> None:
         super().__init__(*args)

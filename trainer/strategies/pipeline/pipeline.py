@@ -6,7 +6,7 @@
                           gradients <------------------ gradients
 
 intercept.py runs training_step without its blocks; stages.py runs the blocks. Every process has all modules of the
-task, but of other stages' parameters only the shapes. The last stage broadcasts the values that the step logs.
+task, but only the shapes of other stages' parameters. The last stage broadcasts the values that the step logs.
 """
 
 from collections.abc import Sequence

@@ -81,7 +81,7 @@ class StageOwners:
         }
 
     def place_of(self, tensor: Tensor) -> int:
-        """Return the owner's stage; tensors outside of all blocks belong to the last, which computes the loss."""
+        """Return the owner's stage; tensors outside of all blocks belong to the last stage."""
         return self.by_id.get(id(tensor), self.last)
 
     def own_tensors(self) -> list[Tensor]:
@@ -171,4 +171,4 @@ class Schedules:
 
 
 LEAN = {"return_outputs": False} if "return_outputs" in inspect.signature(ScheduleGPipe.step).parameters else {}
-"""Option not to collect outputs, if this version of torch has it."""
+"""Option that disables collecting outputs, if this version of torch has it."""

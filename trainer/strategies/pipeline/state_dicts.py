@@ -63,7 +63,7 @@ class PipelineStateDicts(MeshStateDicts):
         return {index for index, weight in enumerate(parameters) if self.owners.is_foreign(weight)}, len(parameters)
 
     def _described(self, owned: Mapping[Any, Any], order: Iterable[Any]) -> dict[Any, Any]:
-        """Return the descriptions from all ranks in the pipeline, in this order of keys."""
+        """Return the descriptions from all ranks in the pipeline, with keys in the given order."""
         # descriptions only: no rank has memory for the tensors of all stages
         described = {key: value for each in self.stages.gather_objects(owned) for key, value in each.items()}
         return {key: described[key] for key in order if key in described}
