@@ -258,7 +258,7 @@ def schedulers_within(scheduler: Any) -> Sequence[Any]:
 
 
 def backward_engine() -> Callable[..., Any] | None:
-    """Return the function that torch.autograd.backward calls, without its checks and context, which take 10 us.
+    """Return the function that torch.autograd.backward calls, to skip its checks and context, which take 10 us.
 
     Returns None if autograd logs each node of a graph. For Tensor subclasses, and for graphs compiled for a device
     other than the CPU, use torch.autograd.backward instead, since autograd's threads need the context.
@@ -350,7 +350,7 @@ def reader_of(batches: Any) -> tuple[Callable[[], Any], float]:
 
 
 def read_on(batches: Any, count: int) -> Callable[[], Any]:
-    """Return the function that reads further batches after the function from `reader_of` has read `count` batches."""
+    """Return the function that reads further batches once the function from `reader_of` has read `count` batches."""
     # torch needs the count to warn about batches beyond the declared length
     batches._num_yielded = count
     return batches.__next__  # type: ignore[no-any-return]

@@ -40,7 +40,7 @@ class Monitor:
         self._validated_step = state_dict["validated_step"]
 
     def start_validation(self, trainer: "Trainer") -> None:
-        """Store the value from before a validation."""
+        """Store the metric's value before a validation."""
         self._before = trainer.agreed_metrics.get(self.name)
 
     def end_validation(self, trainer: "Trainer") -> bool:

@@ -233,7 +233,7 @@ class ProgressBar(ProgressDisplay):
     def on_validation_batch_end(
         self, trainer: "Trainer", task: "Task", outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Redraw the bar if enough steps and time have passed."""
+        """Redraw the bar if enough time has passed."""
         self._batches += 1
         if self._enabled and time.monotonic() >= self._next:
             self._show_evaluation(trainer)

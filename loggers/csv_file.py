@@ -18,7 +18,7 @@ class CSVLogger(Logger):
 
     * Each row reaches the operating system before the call returns, so no row is lost if the process is killed.
     * Columns are sorted by name. When a new metric adds a column, the file is replaced atomically.
-    * A resume removes the rows of later steps and writes no value twice.
+    * A resume removes the rows of steps after the checkpoint and writes no value twice.
     """
 
     def __init__(self) -> None:

@@ -27,7 +27,7 @@ class JSONLinesLogger(Logger):
     * Strict JSON has no NaN, so non-finite values become the strings "NaN", "Infinity" and "-Infinity", which
       `float()` parses.
     * A metric named "step" or "time" is written as "step_" or "time_".
-    * A resume removes the lines of later steps and lines truncated by a power failure.
+    * A resume removes lines of steps after the checkpoint and lines truncated by a power failure.
 
     Args:
         path: Local path of the file. None: `metrics.jsonl` in the run directory.
@@ -114,7 +114,7 @@ class JSONLinesLogger(Logger):
 
 
 def keep_lines(path: Path, resume_step: int | None) -> tuple[dict[str, Any], int]:
-    """Atomically rewrite the file without lines after `resume_step`, invalid lines and the last line's newline.
+    """Atomically rewrite the file, omitting lines after `resume_step`, invalid lines and the last line's newline.
 
     Returns the last point and the byte offset of that point's line.
     """

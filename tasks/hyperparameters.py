@@ -41,7 +41,7 @@ class Hyperparameters:
         frame: FrameType | None = None,
         logger: bool = True,
     ) -> None:
-        """Save the arguments of the calling `__init__` in `hparams`, in every checkpoint and in the loggers.
+        """Save the calling `__init__`'s arguments in `hparams` and in every checkpoint, and pass them to the loggers.
 
         A checkpoint holds no code, so modules, classes, functions and other objects are kept only in `hparams`. You
         must pass such arguments to `load_from_checkpoint` again. Its error message lists any that are missing.

@@ -362,7 +362,7 @@ def _naming(path: Path) -> Iterator[None]:
 
 
 def _delete(path: Path) -> None:
-    """Delete a temporary file or folder, its manifest first. Two processes or threads may do so at the same time."""
+    """Delete a temporary file or folder, starting with its manifest. Two processes or threads may do so at once."""
     if not os.path.lexists(path):
         return
     if path.is_symlink() or not path.is_dir():

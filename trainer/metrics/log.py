@@ -110,7 +110,7 @@ class Metrics:
 
     # --- writing: the hot path --------------------------------------------------------------------------------------
     def open(self, stage: str, fresh: bool = True, loaders: int = 1) -> None:
-        """Start logging into `stage`. With `fresh`, drop its earlier values."""
+        """Start logging into `stage`. With `fresh`, drop the stage's earlier values."""
         if self.pending:
             self.flush()
         self.stage, self.in_step = stage, False
@@ -348,7 +348,7 @@ class Metrics:
         return {series.name: total(series.kind, series.sums) for series in shown}
 
     def newest_values(self) -> Reduced:
-        """Return the newest step's values of the current stage, over all replicas. All ranks must call this."""
+        """Return the newest step's values in the current stage, over all replicas. All ranks must call this."""
         return self.log_point(checks_losses=False, extra=())[0]
 
     def log_point(self, checks_losses: bool, extra: Sequence[float]) -> tuple[Reduced, list[float]]:

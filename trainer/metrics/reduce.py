@@ -104,7 +104,7 @@ def to_floats(values: Sequence[Any]) -> list[float]:
 
 
 def read_kind(reduce_fx: str | Callable[..., Any], name: str) -> str:
-    """Return the member of KINDS for `reduce_fx`, which is a string, or the torch or Python function of that name."""
+    """Return the member of KINDS for `reduce_fx`, which is its name or the torch or Python function with that name."""
     kind = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "")
     kind = {"avg": "mean", "amin": "min", "amax": "max"}.get(kind.lower(), kind.lower())
     if kind not in KINDS:
@@ -151,7 +151,7 @@ def total(kind: str, sums: dict[int, list[float]]) -> float:
 
 
 def sort_out(values: Iterable[tuple[Series, float]], suffix: str) -> Reduced:
-    """Name values and sort them by output. A series with steps and epochs gets `name_step` and `name_epoch`."""
+    """Name values and sort them by output. The name of a series logged per step and per epoch gets `suffix`."""
     reduced = Reduced()
     for series, value in values:
         name = shown = series.name
@@ -170,10 +170,10 @@ def sort_out(values: Iterable[tuple[Series, float]], suffix: str) -> Reduced:
 def by_loader(
     metrics: Mapping[str, Any], loaders: int, owners: Mapping[str, set[int]] | None = None
 ) -> list[dict[str, float]]:
-    """Split an evaluation's metrics into one dict per loader. Metrics without a loader are in all of them.
+    """Split an evaluation's metrics into one dict per loader. Metrics that belong to no loader are in every dict.
 
     Args:
-        owners: the loaders that logged each name without their index.
+        owners: for each name logged without a loader index, the loaders that logged it.
     """
     marks = [f"{LOADER_MARK}{index}" for index in range(loaders)]
     dicts: list[dict[str, float]] = [{} for _ in marks]

@@ -97,7 +97,7 @@ def _called_children(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def compile_forwards(task: nn.Module, options: Mapping[str, Any]) -> None:
-    """Compile the forward of blocks without their hooks."""
+    """Compile the forward methods of blocks, without their hooks."""
     names, chosen = read_compile(options)
 
     def compiled(kind: type[nn.Module]) -> Callable[..., Any]:
@@ -113,7 +113,7 @@ def give_forwards(
 ) -> list[tuple[nn.Module, type[nn.Module]]]:
     """Change each module to a subclass whose forward is `forward_of(class)`. Return the modules and their classes.
 
-    A subclass rather than a wrapper keeps the names in the state dict, hooks, copies and `isinstance`.
+    Unlike a wrapper, a subclass preserves the names in the state dict, hooks, copies and `isinstance` checks.
     """
     before = [(module, type(module)) for module in modules]
     kinds = {

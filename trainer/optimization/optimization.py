@@ -476,7 +476,7 @@ def forwarding(name: str) -> Callable[..., Any]:
 
 @cache
 def wrapper_class(wrapper: Any, kind: Any) -> Any:
-    """Return a subclass of a wrapper and of the optimizer's class that forwards methods to the optimizer."""
+    """Return a class that derives from a wrapper and the optimizer's class, and forwards methods to the optimizer."""
     methods = {name for name in dir(kind) if not name.startswith("__") and callable(getattr(kind, name))}
     return type(
         wrapper.__name__.removesuffix("Optimizer") + kind.__name__,
@@ -518,7 +518,7 @@ class ManualOptimizer:
         self._optimization.task.untoggle_optimizer(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle as a wrapper of the optimizer, because the object's class is not importable by name."""
+        """Copy and pickle this object as a wrapper of the optimizer, because its class is not importable by name."""
         return type(self).__mro__[1], (self.optimizer, self._optimization)
 
     def __getattr__(self, name: str) -> Any:

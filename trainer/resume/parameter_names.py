@@ -10,7 +10,7 @@ Names = Sequence[Sequence[str]]
 
 
 def named(state: dict[str, Any], names: Names | None) -> dict[str, Any]:
-    """Return an optimizer's state dict keyed by names; unchanged without names or torch's keys.
+    """Return an optimizer's state dict keyed by parameter names. Without names or torch's keys, returns it unchanged.
 
     With numbers, states would go to the wrong parameters if the order of the parameters changed.
     """
@@ -24,7 +24,7 @@ def named(state: dict[str, Any], names: Names | None) -> dict[str, Any]:
 
 
 def numbered(kind: str, state: Mapping[str, Any], names: Names | None) -> tuple[dict[str, Any], list[int]]:
-    """Return a state dict of `named` keyed by current parameter numbers, and the saved index of each current group.
+    """Convert a state dict from `named` to current parameter numbers. Also return each current group's saved index.
 
     Groups are matched by the names in them, so the order of groups and of their parameters may change. If `names` is
     None, the saved order is kept. Raises CheckpointError if a parameter is new, missing or in another group.

@@ -262,9 +262,9 @@ def is_run(path: Path) -> bool:
 
 
 def find_runs(root: "str | os.PathLike[str]" = ROOT) -> list[RunDirectory]:
-    """Return the run directories in or below a folder or address, oldest first. Raises ConfigError for anything else.
+    """Return the run directories in or below a folder or address, oldest first.
 
-    Links to folders are not followed, and unreadable folders are skipped.
+    Links to folders are not followed, and unreadable folders are skipped. Raises ConfigError if the folder is missing.
     """
     asked, root = root, _readable(root)
     if not root.is_dir():

@@ -103,7 +103,7 @@ def belongs_to_training(folder: Path) -> bool:
 
 
 def is_held(folder: Path) -> bool:
-    """Return whether a live run holds a folder's lock, or may hold it, without taking the lock or waiting."""
+    """Return whether a live run holds, or may hold, a folder's lock. Neither takes the lock nor waits."""
     try:
         age = time.time() - (folder / LOCK).stat().st_mtime
     except FileNotFoundError:

@@ -167,7 +167,7 @@ def jobs_of(directory: Path) -> set[str | None]:
 
 
 def _store_diff(directory: Path, diff: bytes, number: int, previous: str | None) -> str:
-    """Write a start's uncommitted changes, unless the previous start had the same; return the file's name."""
+    """Write a start's uncommitted changes, unless the previous start had the same ones. Return the file's name."""
     if previous is not None and (directory / previous).is_file() and (directory / previous).read_bytes() == diff:
         return previous
     name = f"{Path(DIFF).stem}-{number}.diff" if (directory / DIFF).exists() else DIFF

@@ -175,7 +175,7 @@ def names_in(folder: Address) -> list[str]:
 
 
 def make(run: Address, record: bytes) -> Path | None:
-    """Make a run directory in a store, by its `run.json`, and its local folder; None if the run already exists."""
+    """Make a run directory in a store by writing its `run.json`. Return its local folder; None if the run exists."""
     folder, place = local_folder(run), f"{run}/{RUN_FILE}"
     if names_in(run) or is_held(folder):
         return None

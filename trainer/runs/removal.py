@@ -1,6 +1,6 @@
 """Removes runs and checkpoints: only files that Legato has written are deleted.
 
-A run is a folder with a `run.json`. `Folder.remove` deletes a checkpoint after a check that this run wrote it and that
+A run is a folder with a `run.json`. `Folder.remove` deletes a checkpoint after checking that this run wrote it and that
 it holds no other file. Other regular files are deleted if their names are known. Empty folders are deleted last. Links
 are neither followed nor deleted.
 """

@@ -33,7 +33,7 @@ log = logging.getLogger("legato")
 
 @dataclass
 class Start:
-    """The start of a call, decided by one process for all processes."""
+    """The run directory, checkpoint and run id with which a call starts, chosen by one process for all processes."""
 
     directory: Path | None = None
     """The run directory; None if nothing is written."""
@@ -100,7 +100,7 @@ def weight_names(task: Task) -> set[str]:
 
 
 def find_source(trainer: "Trainer", request: Request, damaged: Collection[Location] = ()) -> Start:
-    """Return the checkpoint to start from, except the `damaged` ones, and the run directory that a resume locks.
+    """Return the checkpoint to start from, ignoring `damaged` ones, and the run directory that a resume locks.
 
     The sizes of the checkpoint's files are checked here, and their checksums when the files are read.
     """

@@ -59,7 +59,7 @@ def options_of(kind: type[Strategy]) -> list[str]:
 
 
 def alternative(option: str, kind: type[Strategy]) -> str:
-    """Return advice for an option that a class of strategies does not have."""
+    """Return advice for an option that a strategy class does not have."""
     if option in TORCH_OPTIONS:
         return f" {TORCH_OPTIONS[option]}"
     classes = {name: getattr(strategies, home.split(":")[1]) for name, home in STRATEGIES.items()}
