@@ -117,7 +117,7 @@ class Recorder(MonitoringCallback):
         self.before = dict(trainer.agreed_metrics)
 
     def on_validation_end(self, trainer: "Trainer", task: "Task") -> None:
-        """Record the metrics that validation has logged, and exclude its duration from the step times."""
+        """Record the metrics that validation logged, and exclude the validation time from the step times."""
         metrics = trainer.agreed_metrics.items()
         logged = {name for name, value in metrics if value is not self.before.get(name)}
         self.record.validated = sorted(logged.union(self.record.validated))
@@ -170,7 +170,7 @@ def layout_of(records: list[Record]) -> str:
 
 
 def bits_of(trainer: "Trainer") -> str:
-    """Describe the versions and settings that affect bits here, and how a resume reacts if they have changed."""
+    """Describe the versions and settings that affect bits on this machine, and how a resume reacts to changes."""
     numerics, is_bitwise = trainer.current_run.numerics, trainer.reproducible == "bitwise"
     names = [name for name in versions() if name not in NOT_REFUSED and numerics[name]]
     kernels = [str(numerics[name]) for name in ("cpu_capability", "device", "precision")]

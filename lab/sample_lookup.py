@@ -126,7 +126,7 @@ class SampleLookup:
 def load_loader(owners: Sequence[Any], epoch: int) -> Any:
     """Return the training loader of an epoch from the first data module or task that has one.
 
-    Raises ConfigError if there is none.
+    Raises ConfigError if none of them has a training loader.
     """
     for owner in owners:
         owner.trainer.state.epoch = epoch

@@ -107,7 +107,7 @@ class Config(Layer):
     def text(self, origins: bool = False) -> str:
         """Return the config as YAML that can be rerun. With `origins`, comments name the origin of each value.
 
-        References to environment variables replace secrets.
+        Secrets are replaced with references to environment variables.
         """
         return dump_yaml(self.stored_values, self.origin if origins else None)
 
@@ -123,7 +123,7 @@ class Config(Layer):
 
     @property
     def stored_values(self) -> dict[str, Any]:
-        """The values to write to a file: `${` is escaped, and references replace secrets."""
+        """The values to write to a file: `${` is escaped, and secrets are replaced with references."""
         values: dict[str, Any] = escape(self.values)
         for key, text in self.secrets.items():
             values = replace_item(values, key, text)
@@ -156,8 +156,8 @@ def load_config(words: Sequence[str], before_imports: Callable[[Mapping[str, Any
     """Read files and overrides in command-line order, and check them.
 
     Args:
-        before_imports: Function to call with the values after keys are checked, before classes are imported. The import
-            may be slow.
+        before_imports: Function to call with the values after keys are checked and before classes are imported, which may be
+            slow.
 
     Raises ConfigError that lists up to five mistakes: mistakes in keys or, if there are none, in values.
     """

@@ -371,7 +371,7 @@ def find_config_file(path: Path, above: tuple[Path, ...] = ()) -> Path:
 
 
 def project_configs() -> Path | None:
-    """Return the folder configs/ of the project that contains the working directory; None if there is none."""
+    """Return the `configs/` folder of the project that contains the working directory; None if there is none."""
     here = Path.cwd()
     for folder in (here, *here.parents):
         # the innermost project, since nested projects have separate configs

@@ -1,4 +1,4 @@
-"""KubernetesLauncher: runs a command as an Indexed Job with one pod per node, which starts the node's processes."""
+"""KubernetesLauncher: runs a command as an Indexed Job with one pod per node. Each pod starts its node's processes."""
 
 import re
 from collections.abc import Mapping

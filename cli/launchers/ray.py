@@ -1,4 +1,4 @@
-"""RayLauncher: runs a command on a Ray cluster with one actor per node, which starts the node's processes."""
+"""RayLauncher: runs a command on a Ray cluster with one actor per node. Each actor starts its node's processes."""
 
 import signal
 import socket

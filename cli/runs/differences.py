@@ -1,4 +1,4 @@
-"""Differences between the stored configs of runs."""
+"""Finds differences between the stored configs of runs."""
 
 import json
 from collections import Counter

@@ -23,7 +23,7 @@ class Accelerator(str):
         return super().__new__(cls, cls.kind)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the accelerator by its class alone."""
+        """Pickle only the accelerator's class."""
         return type(self), ()
 
     def setup_device(self, device: torch.device) -> None:

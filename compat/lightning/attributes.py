@@ -58,7 +58,7 @@ class LoggedMetrics(Values):
 
 
 class MetricsOfProcess(Values):
-    """Values that all ranks share, some replaced by newer local values. Values that a program sets count as shared."""
+    """Values that all ranks share. Newer local values replace some of them. Values that a program sets count as shared."""
 
     def __init__(self, agreed: dict[str, Any], local: Mapping[str, Any]) -> None:
         super().__init__({**agreed, **local})
@@ -298,7 +298,7 @@ class TrainerAttributes(OwnParts, Trainer):
         self.__dict__["_progress_bar_metrics"] = value
 
     def show_local(self, values: "dict[str, float]") -> None:
-        """Add values to `callback_metrics` that other processes do not have."""
+        """Add values to `callback_metrics` in this process only."""
         tensors = {name: torch.tensor(value) for name, value in values.items()}
         if self.world_size == 1:
             self.agreed_metrics.update(tensors)

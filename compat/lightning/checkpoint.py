@@ -104,7 +104,7 @@ def _wrap_code(values: Mapping[str, Any], is_outer: bool = True) -> dict[str, An
 
 # --- between the contents of a run's checkpoint and those of a file ---------------------------------------------------
 def is_omegaconf(value: Any) -> bool:
-    """Return whether a value is a config of OmegaConf."""
+    """Return whether a value is an OmegaConf config."""
     return type(value).__module__.startswith("omegaconf.")
 
 
@@ -138,7 +138,7 @@ def to_file(contents: Mapping[str, Any], data_module: Any = None) -> dict[str, A
 
 
 def from_file(trainer: Any, path: Path, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert a file from Legato or Lightning to the contents of a run's checkpoint."""
+    """Convert a file that Legato or Lightning wrote to the contents of a run's checkpoint."""
     if KEY in saved:
         contents = {key: value for key, value in saved.items() if key != KEY} | dict(saved[KEY])
         if "state" in contents:
@@ -256,7 +256,7 @@ def _read_code(saved: dict[str, Any], is_trusted: bool) -> dict[str, Any]:
 
 
 def _require_undamaged(path: Path) -> None:
-    """Raise CheckpointError if a file is damaged: torch does not verify its checksums."""
+    """Raise CheckpointError if a file is damaged, since torch does not verify the checksums in the file."""
     try:
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()

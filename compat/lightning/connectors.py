@@ -14,7 +14,7 @@ from .placeholders import internal_name_message
 
 
 class Connector:
-    """Base class of connectors, which have only the attributes that public programs use."""
+    """Base class of connectors, which have only the attributes that published programs use."""
 
     def __init__(self, trainer: TrainerAttributes) -> None:
         self.trainer = trainer
@@ -32,7 +32,7 @@ class DataLoaderSource(Connector):
 
     @property
     def instance(self) -> Any:
-        """The loaders that the program passed, otherwise the data module or the module."""
+        """The loaders that the program passed; without any, the data module or the module."""
         loader = None if self.trainer.run is None else self.trainer.run.request_loaders.get(self.word)
         return self.owner if loader is None else loader
 
@@ -50,7 +50,7 @@ class DataLoaderSource(Connector):
         return not self.is_module() or overrides(self.owner, DataHooks, self.name)
 
     def dataloader(self) -> Any:
-        """Return the run's loaders, the loaders that were passed, or the result of the method."""
+        """Return the run's loaders, the loaders that were passed, or the loaders that the method returns."""
         run = self.trainer.run
         candidates = () if run is None else (run.data.loaders.get(self.word), run.request_loaders.get(self.word))
         # compared with None, because a stream loader has no length and no truth value
@@ -59,7 +59,7 @@ class DataLoaderSource(Connector):
 
 
 class CheckpointConnector(Connector):
-    """The contents of a checkpoint."""
+    """Creates the contents of a checkpoint."""
 
     def dump_checkpoint(self, weights_only: bool | None = None) -> dict[str, Any]:
         """Return the contents of a Lightning checkpoint of the current state on rank 0. Every rank must call this."""
@@ -72,7 +72,7 @@ class CheckpointConnector(Connector):
 
 
 class LoggerConnector(Connector):
-    """Logged values."""
+    """Provides the logged values."""
 
     # programs also read the private names
     callback_metrics = _callback_metrics = alias("trainer.callback_metrics")

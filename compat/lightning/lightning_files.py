@@ -100,7 +100,7 @@ def _seconds_of(saved: Mapping[str, Any]) -> float:
 
 # --- writing ----------------------------------------------------------------------------------------------------------
 def setting(contents: Mapping[str, Any], name: str, default: Any = None) -> Any:
-    """Return a setting from the fingerprint in a checkpoint, or the default if it is unknown."""
+    """Return a setting from the fingerprint in a checkpoint, or the default if the fingerprint lacks it."""
     return (contents.get("fingerprint") or {}).get(name, default)
 
 

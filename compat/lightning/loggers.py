@@ -182,12 +182,12 @@ class DummyLogger(Logger):
 class FolderOfLogger:
     """The folder of a logger: `save_dir/name/version_N`, or `save_dir/name/version` for a string version.
 
-    The folder follows from the logger's attributes, which subclasses may override as properties. If no version is set,
+    The folder depends on the logger's attributes, which subclasses may override as properties. If no version is set,
     the first access chooses the next free `version_N`.
 
     Args:
         logger: The logger.
-        kind: The logger's class in this module. Its own `log_dir` does not count as an override.
+        kind: The logger's class in this module. The `log_dir` of that class does not count as an override.
     """
 
     def __init__(
@@ -465,7 +465,7 @@ class CSVLogger(FolderParts, csv_file.CSVLogger):
         self._has_written = False
 
     def open(self, run_dir: Path, resume_step: int | None) -> None:
-        """Open the file. If another run has written one for this version, rename that file first."""
+        """Open the file. If another run has written a file for this version, rename that file first."""
         super().open(run_dir, resume_step)
         path, begins = self._path, resume_step is None and not self._has_written
         self._has_written = True

@@ -85,7 +85,7 @@ class AttributeDict(hyperparameters.AttributeDict):
 
 
 def copied(value: Any) -> Any:
-    """Copy nested containers; other values, such as modules, stay the same objects."""
+    """Copy nested containers, but no other values, such as modules."""
     if is_omegaconf(value):
         return copy.deepcopy(value)
     if isinstance(value, dict):
@@ -230,7 +230,7 @@ class LightningModule(InitialHyperparameters, Task):
     _automatic_optimization = alias("automatic_optimization")  # private in Lightning; programs set it
 
     def _apply_batch_transfer_handler(self, batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
-        """Return a batch after the three transfer hooks. Private in Lightning; programs call it."""
+        """Pass a batch through the three transfer hooks. Private in Lightning, but programs call it."""
         batch = self.on_before_batch_transfer(batch, dataloader_idx)
         batch = self.transfer_batch_to_device(batch, device or self.device, dataloader_idx)
         return self.on_after_batch_transfer(batch, dataloader_idx)
@@ -472,7 +472,7 @@ def builder(kind: Any, values: Mapping[str, Any]) -> Any:
 
 
 def with_config(kind: type, saved: Mapping[str, Any], updates: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments that include the OmegaConf config of all hyperparameters, updated by `updates`."""
+    """Return arguments that include the OmegaConf config of all hyperparameters, updated with `updates`."""
     config: Any = saved.get("hyper_parameters")
     parameters = inspect.signature(kind).parameters
     name = str(saved.get("hparams_name"))

@@ -210,7 +210,7 @@ class TorchSyncBatchNorm(LayerSync):
 
 
 def read_plugins(plugins: Any) -> dict[str, Any]:
-    """Return the arguments of Legato's Trainer for plugins. Raises an error for plugins without an equivalent."""
+    """Return the Legato Trainer arguments that replace plugins. Raises an error for plugins without an equivalent."""
     arguments: dict[str, Any] = {}
     requested = list(plugins) if isinstance(plugins, (list, tuple)) else [plugins] if plugins is not None else []
     for plugin in requested:

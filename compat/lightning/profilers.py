@@ -313,7 +313,7 @@ PROFILERS: dict[str, type[Profiler]] = {"simple": SimpleProfiler, "pytorch": PyT
 
 
 def make_profiler(wanted: str | Profiler | None) -> Profiler:
-    """Return the profiler with this name. A Profiler is returned unchanged; None returns one that measures nothing.
+    """Return the profiler with this name. A Profiler is returned unchanged; None returns a PassThroughProfiler.
 
     Raises ConfigError for an unknown name.
     """

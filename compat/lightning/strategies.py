@@ -92,7 +92,7 @@ class Strategy(strategy.Strategy):
 
     @property
     def checkpoint_io(self) -> "TorchCheckpointIO":
-        """Reads and writes files in Lightning's format."""
+        """The plugin that reads and writes files in Lightning's format."""
         return TorchCheckpointIO()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
@@ -322,7 +322,7 @@ def options_of_ddp(
     gradient_as_bucket_view: bool = False,
     static_graph: bool = False,
 ) -> dict[str, Any]:
-    """Return options of DistributedDataParallel. jsonargparse reads this signature to find the keys of a config.
+    """Return options for DistributedDataParallel. jsonargparse reads this signature to find the keys of a config.
 
     `static_graph` has no effect, since it only saves time in torch. After each step, all ranks have the buffers of rank
     0, with or without `broadcast_buffers`.

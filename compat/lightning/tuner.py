@@ -1,4 +1,4 @@
-"""Tuner: searches for a learning rate by a sweep, and for the largest batch size that fits in memory, before a run.
+"""Tuner: before a run, searches for a learning rate with a sweep, or for the largest batch size that fits in memory.
 
 Each search trains a copy of the module with a copy of the trainer. The originals, the random number generators and the
 disk are left unchanged.

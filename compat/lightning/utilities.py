@@ -145,7 +145,7 @@ def sized_len(dataloader: object) -> int | None:
 def grad_norm(module: nn.Module, norm_type: float | int | str, group_separator: str = "/") -> dict[str, Tensor]:
     """Return the norm of each parameter's gradient, and the norm of all gradients as `grad_{norm_type}_norm_total`.
 
-    Raises ValueError for a norm that is not positive.
+    Raises ValueError if `norm_type` is not positive.
     """
     kind = float(norm_type)
     if kind <= 0:

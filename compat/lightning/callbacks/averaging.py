@@ -267,7 +267,7 @@ class WeightAveraging(weight_averaging.WeightAveraging, Callback):
 
 
 class EMAWeightAveraging(WeightAveraging):
-    """Averages the weights with an exponential moving average."""
+    """Keeps an exponential moving average of the weights."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""EarlyStopping, with Lightning's arguments and attributes. Checks at the same times as in Lightning."""
+"""EarlyStopping, with Lightning's arguments and attributes. It checks at the same times as Lightning's callback."""
 
 import logging
 import warnings

@@ -59,4 +59,4 @@ class ModelSummary(model_summary.ModelSummary, Callback):
 
 
 class RichModelSummary(ModelSummary):
-    """The same table, under the name of Lightning's rich version."""
+    """Logs the same table as ModelSummary, for programs that use Lightning's rich version."""

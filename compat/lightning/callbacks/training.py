@@ -91,7 +91,7 @@ class GradientAccumulationScheduler(gradient_accumulation_scheduler.GradientAccu
 
 
 class LambdaCallback(lambda_callback.LambdaCallback, Callback):
-    """Calls the given functions as hooks."""
+    """A callback whose hooks are the functions passed to the constructor."""
 
 
 class OnExceptionCheckpoint(on_exception.OnExceptionCheckpoint, Checkpoint):
