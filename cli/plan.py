@@ -132,7 +132,7 @@ def parse_memory(text: str) -> int:
 
 # --- activations ------------------------------------------------------------------------------------------------------
 def measure_activations(task: "Task", batch: Any, recomputed: Sequence[str], precision: Precision) -> int:
-    """Return the bytes that autograd saves in a training_step, plus the bytes of the batch.
+    """Return the number of bytes that autograd saves in a training_step, plus the size of the batch.
 
     Weights and batch are fake tensors, which have shapes and dtypes but use no memory.
 

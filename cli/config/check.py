@@ -112,7 +112,7 @@ class Config(Layer):
         return dump_yaml(self.stored_values, self.origin if origins else None)
 
     def given_text(self) -> str:
-        """Return the values from files and overrides as YAML, without defaults, with their origins as comments."""
+        """Return the values from files and overrides as YAML, with their origins as comments. Omits defaults."""
         return dump_yaml(self._without_defaults(self.stored_values, ()), self.origin)
 
     def _without_defaults(self, value: Any, key: Key) -> Any:
@@ -156,8 +156,8 @@ def load_config(words: Sequence[str], before_imports: Callable[[Mapping[str, Any
     """Read files and overrides in command-line order, and check them.
 
     Args:
-        before_imports: Function to call with the values after keys are checked and before classes are imported, which may be
-            slow.
+        before_imports: Function to call with the values after keys are checked and before classes are imported. The
+            import may be slow.
 
     Raises ConfigError that lists up to five mistakes: mistakes in keys or, if there are none, in values.
     """

@@ -1,4 +1,4 @@
-"""SlurmLauncher: submits a run as an sbatch script that saves a checkpoint and requeues before its time limit."""
+"""SlurmLauncher: submits a run as an sbatch script. Before the time limit, the run saves and the job is requeued."""
 
 import re
 import shlex

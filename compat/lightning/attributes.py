@@ -58,7 +58,7 @@ class LoggedMetrics(Values):
 
 
 class MetricsOfProcess(Values):
-    """Values that all ranks share. Newer local values replace some of them. Values that a program sets count as shared."""
+    """Values that all ranks share, some replaced with newer local values. A program's own values count as shared."""
 
     def __init__(self, agreed: dict[str, Any], local: Mapping[str, Any]) -> None:
         super().__init__({**agreed, **local})

@@ -221,7 +221,7 @@ class LightningCLI:
 
     # --- the parser -------------------------------------------------------------------------------------------------
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
-        """Return a parser with the `--config` option. It writes Lightning's version at the start of each config."""
+        """Return a parser with the `--config` option. Configs that it writes start with Lightning's version."""
         kwargs.setdefault("dump_header", [f"lightning.pytorch=={VERSION}"])
         parser = self.parser_class(**kwargs)
         help_text = "Path to a configuration file in json or yaml format."

@@ -248,7 +248,7 @@ class FolderOfLogger:
 
 
 class FolderParts(PlacesPoints, logger.Logger):
-    """Base class of loggers with a folder of their own. Programs read and set the folder's parts by these names."""
+    """Base class of loggers with a folder of their own. Programs read and set parts of the path with these names."""
 
     own_folder: FolderOfLogger | None = None
     """The folder of the logger; None: the run directory."""

@@ -45,7 +45,7 @@ class BackboneFinetuning(finetuning.BackboneFinetuning, BaseFinetuning):
 
 
 def logs_stats(hook: str) -> Any:
-    """Return a hook of DeviceStatsMonitor that logs the current statistics."""
+    """Return a DeviceStatsMonitor hook that logs the current statistics."""
 
     def log_stats(monitor: "DeviceStatsMonitor", trainer: "Trainer", *positional: Any, **named: Any) -> None:
         monitor._get_and_log_device_stats(trainer, hook)
