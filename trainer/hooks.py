@@ -134,7 +134,7 @@ def names_of(owner: Task | DataModule | Callback) -> tuple[type, tuple[str, ...]
 
 
 def check_hook_arguments(owner: Task | DataModule | Callback) -> None:
-    """Raise TaskError for overridden hooks that do not accept their arguments."""
+    """Raise TaskError for overridden hooks that do not accept the arguments with which Legato calls them."""
     base, hooks, _ = names_of(owner)
     for name in hooks:
         if overrides(owner, base, name):

@@ -59,7 +59,7 @@ class Schedule:
     def is_last_step(self, epoch_is_over: bool) -> bool:
         """Return whether the newest step is a logging point because the run ends after it.
 
-        A run that a signal ends does not count, because a resume continues the run.
+        A run that a signal ends early does not count, because a resume continues it.
         """
         if not self.state.epoch_steps:
             return False
@@ -74,7 +74,10 @@ class Schedule:
 
     # --- steps and epochs -------------------------------------------------------------------------------------------
     def count(self, step: StepInput) -> None:
-        """Count a finished step and step the step-interval schedulers; after an epoch's last step, step all of them."""
+        """Count a finished step, and step the step-interval schedulers.
+
+        After an epoch's last step, also step the epoch-interval schedulers that need no metric.
+        """
         state, optimization = self.state, self.optimization
         optimization.updating = True  # even if a guard dropped the update
         state.global_step += 1

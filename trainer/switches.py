@@ -50,7 +50,7 @@ def of_library(ask: Callable[..., Any]) -> Switch:
 
 
 def of_split_k(kind: str) -> Switch:
-    """Return the switch for split-K products, which torch sets as a pair with reduced precision."""
+    """Return the switch for split-K products. torch sets this switch and reduced precision together, as a pair."""
     reduced = of_attribute(f"cuda.matmul.allow_{kind}_reduced_precision_reduction")
     split_k = of_attribute(f"cuda.matmul.allow_{kind}_reduced_precision_reduction_split_k")
     return Switch(split_k.read, lambda value: reduced.write((reduced.read(), value)))

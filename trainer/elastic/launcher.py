@@ -83,7 +83,7 @@ def _enter(worker: ElasticWorker, place: Place, variables: dict[str, str], attem
 
 
 class ElasticWorkerGroup(WorkerGroup):
-    """Workers of one attempt at an elastic run. In base class methods, `rank` is the id of a member."""
+    """The workers in one attempt at an elastic run. In base class methods, `rank` is a member's id."""
 
     def __init__(
         self, folder: Path, ranks: range, relay: SignalRelay, store: MembershipStore, port: int, timeout: float
@@ -233,7 +233,7 @@ class ElasticWorkerGroup(WorkerGroup):
 
     # --- the end of the run -----------------------------------------------------------------------------------------
     def _release_next(self) -> None:
-        """Let a finished member return the result, then let the others exit."""
+        """Let one finished member return the result, then let the other members exit."""
         # one at a time: if the first member dies before it returns the result, the next member returns it
         while self.waiting_to_exit and (self.has_result or self.returning is None):
             member = self.waiting_to_exit.pop(0)

@@ -1,4 +1,4 @@
-"""Gathers tensors of every rank for `Task.all_gather`, after a check of their shapes.
+"""Gathers the tensors of all ranks for `Task.all_gather`, after checking their shapes.
 
 Without the check, gloo would abort the process if shapes differ. Only the first dimension may differ, because
 evaluation counts every sample once and shares may be uneven. Any other difference raises an error on every rank.

@@ -259,7 +259,7 @@ class Watchdog:
         return self.begun, self.loop.doing, state.global_step, state.epoch, state.epoch_ended, *batches
 
     def _connect(self) -> Board | None:
-        """Return the board, which has its own connection because the main thread may hang while it uses the other."""
+        """Return the board, connected separately because the main thread may hang in a call to the store."""
         with self.connecting:
             group = distributed.group.WORLD if distributed.is_initialized() else None
             if group is not self.group:

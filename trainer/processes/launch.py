@@ -65,7 +65,7 @@ def warm_up(more: Sequence[str] = ()) -> None:
 def warm_up_for(strategy: str, arguments: Mapping[str, Any]) -> None:
     """Start the fork server for a run with this strategy and these Trainer arguments.
 
-    It also imports torch's compiler if every worker would do so, which takes as long as importing torch.
+    The server also imports torch's compiler if every worker would, because this takes as long as importing torch.
     """
     compiles = any(arguments[name] for name in ("compile", "deterministic", "activation_checkpointing"))
     is_eager = strategy in ("auto", "ddp") and arguments["reproducible"] != "bitwise" and not compiles
@@ -496,10 +496,11 @@ def run_workers(
 ) -> T:
     """Call `function` in `processes` new processes of this machine and return the first rank's result.
 
-    Each process has `threads` intra-op threads (None: OMP_NUM_THREADS, or its share of the cores; at most the caller's
-    number). After a failure, all processes are stopped and, up to `max_restarts` times, restarted. With `nodes` > 1,
-    every node makes the same call, with NODE_RANK, MASTER_ADDR and MASTER_PORT set. Raises the same errors as
-    `launch_workers`.
+    Each process has `threads` intra-op threads. None selects OMP_NUM_THREADS or, if unset, the process's share of the
+    cores, but at most the caller's number. After a failure, all processes are stopped and, up to `max_restarts` times,
+    restarted. With `nodes` > 1, every node makes the same call, with NODE_RANK, MASTER_ADDR and MASTER_PORT set.
+
+    Raises the same errors as `launch_workers`.
     """
     if processes < 1:
         raise ConfigError(f"The number of processes must be at least 1, got {processes}.")
@@ -555,7 +556,7 @@ def threads_of_worker(processes: int) -> int:
 def set_worker_environment(
     place: Place, environment: dict[str, str], host: str, port: int, attempt: int, threads: int
 ) -> None:
-    """Set a worker's environment: the caller's current variables (the fork server's are older) and those of `place`."""
+    """Set a worker's environment: the variables of `place`, and the caller's, as the fork server's are outdated."""
     import torch
 
     variables = {

@@ -22,7 +22,7 @@ class Membership:
         return place
 
     def adopt_settings(self) -> None:
-        """Take over the settings of the run to join, before its set-up."""
+        """Before set-up, adopt the settings of the run that this process joins."""
 
     def check_members(self) -> None:
         """Leave the loop if the ranks have agreed on a new generation."""

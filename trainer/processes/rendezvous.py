@@ -138,7 +138,7 @@ def _leave_failed(store: "Store", rank: int, world_size: int) -> None:
 def telling_failure(store: "Store", rank: int, world_size: int) -> Iterator[None]:
     """Tell the other ranks if this one cannot connect to them, and end this process if another rank could not connect.
 
-    Otherwise ranks would wait for the start-up timeout. Raises WorkerError with gloo's error and advice.
+    Without this, ranks would wait for the start-up timeout. Raises WorkerError with gloo's error and advice.
     """
     connected = threading.Event()
     connection = store.clone()  # type: ignore[attr-defined]  # the main thread's connection serves one call at a time

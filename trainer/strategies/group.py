@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 class GroupStrategy(Strategy):
     """One process per device. Gradients are summed over the process group at the end of a step, in a flat buffer.
 
-    The simplest base class for a custom strategy: override `end_step` to reduce gradients differently.
+    This is the simplest base class for a custom strategy. Override `end_step` to reduce gradients differently.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class GroupStrategy(Strategy):
         self.flat_sum: FlatSum | None = None
 
     def local_processes(self, devices: Sequence[torch.device]) -> int:
-        """Return one process per device."""
+        """Return the number of processes: one per device."""
         return len(devices)
 
     def join(self, place: Place, devices: Sequence[torch.device], precision: str | int) -> None:

@@ -1,4 +1,4 @@
-"""State dicts of a task and its optimizers in a checkpoint, the same under every strategy and layout."""
+"""State dicts of a task and its optimizers in a checkpoint, identical under every strategy and layout."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -41,7 +41,7 @@ class StateDicts:
         return StateParts(world_size)
 
     def model(self, task: "Task") -> dict[str, Tensor]:
-        """Return the task's state dict under the task's names. All ranks must call this.
+        """Return the task's state dict, with the task's own parameter names. All ranks must call this.
 
         If the state is sharded, each rank returns its shards, and empty shards for other ranks' tensors
         (checkpoints.shards).

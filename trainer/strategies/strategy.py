@@ -211,7 +211,7 @@ class Strategy:
         All ranks must call this between steps.
 
         Args:
-            place: this rank's place in a new process group.
+            place: rank and node of this process in a new process group.
 
         With layout=None, only releases the group and rolls back an unfinished step.
         """

@@ -85,11 +85,11 @@ class DDPRPCStrategy(DDPStrategy):
 
     # --- processes --------------------------------------------------------------------------------------------------
     def local_processes(self, devices: Sequence[torch.device]) -> int:
-        """Return one trainer per device, plus the servers."""
+        """Return the number of processes: one trainer per device, plus the servers."""
         return len(devices) + self.servers
 
     def _trainers(self, place: Place) -> int:
-        """Return the number of trainers, which are the first processes. Raises ConfigError if there are none."""
+        """Return the number of trainers. The trainers have the first ranks. Raises ConfigError if there are none."""
         trainers = place.world_size - self.servers
         if place.origin == "script":
             raise ConfigError(

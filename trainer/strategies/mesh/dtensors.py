@@ -135,8 +135,8 @@ def clip_norm(optimizer: Optimizer, limit: float, ranks: int, device: torch.devi
     """Scale the gradients down if their norm exceeds `limit`; return the norm before clipping.
 
     Args:
-        one_order: whether to compute the norm from full gradients, as in a single process, so that its bits do not
-            depend on the number of ranks.
+        one_order: whether to compute the norm from full gradients, as in a single process, so that the norm's bits do
+            not depend on the number of ranks.
     """
     gradients = gradients_of(optimizer)
     norm: Tensor

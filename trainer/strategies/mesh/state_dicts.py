@@ -27,7 +27,7 @@ class MeshStateDicts(ShardedStateDicts):
         """Set the sizes of the mesh.
 
         Args:
-            asked: the sizes of the mesh axes in the config.
+            asked: the sizes of the mesh axes as set in the config.
         """
         super().__init__()
         self.asked = asked

@@ -1,8 +1,8 @@
 """Gradients of parameters that are replicated along the `tensor` axis.
 
 Between a "column" and its "row", each process computes with its shard of the activations, so a parameter in between
-gets a partial gradient. Partial gradients are summed if the plan says "replicated". A missing entry is detected in the
-first steps.
+gets a partial gradient. Partial gradients are summed if the plan says "replicated". If the plan lacks
+an entry, Legato raises an error in the first steps.
 """
 
 import re

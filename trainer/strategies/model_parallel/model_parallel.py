@@ -95,7 +95,10 @@ class DDPModelParallelStrategy(DDPStrategy):
 
     # --- processes --------------------------------------------------------------------------------------------------
     def local_processes(self, devices: Sequence[torch.device]) -> int:
-        """Return one process per `devices_per_replica` devices. Raises ConfigError if devices are left over."""
+        """Return the number of processes, one per `devices_per_replica` devices.
+
+        Raises ConfigError if devices are left over.
+        """
         return len(self._group_devices(devices))
 
     def _group_devices(self, devices: Sequence[torch.device]) -> list[list[torch.device]]:
@@ -180,7 +183,7 @@ class DDPModelParallelStrategy(DDPStrategy):
         self.device_hooks = []
 
     def _keep_placement(self, task: "Task") -> None:
-        """Keep the task's placement. Raises ConfigError with the names of tensors that are on other devices."""
+        """Keep the task's placement. Raises ConfigError if tensors are on other devices; the error names them."""
         if self.split != "auto":
             raise ConfigError(
                 f"split={self.split} needs a list of blocks, but {type(task).__name__} places its modules. Omit split."
