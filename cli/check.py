@@ -331,7 +331,7 @@ def check_monitors(run: "ConfiguredRun", report: Report) -> None:
 
 
 def check_disk_space(run: "ConfiguredRun", report: Report) -> None:
-    """Report checkpoints that will not fit on the disk of their folder."""
+    """Report checkpoints that will not fit on their folder's disk."""
     if report.checkpoint_bytes is None:
         return
     complete = next((record for record in report.records if record.logged is not None), Record())

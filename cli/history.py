@@ -49,7 +49,7 @@ class ConfigHistory(StudiedRun):
         return UnstartedRun(self.config_of(step))
 
     def make(self, first: int, last: int, processes: int = 1) -> partial[list[Any]]:
-        """Return a function that builds the trainer, task and data to replay steps `first` to `last`.
+        """Return a function that builds the trainer, task and data for replaying steps `first` to `last`.
 
         Raises ConfigError if a resume between these steps changed the config.
         """

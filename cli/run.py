@@ -131,7 +131,7 @@ def build_run(config: "Config") -> "ConfiguredRun":
 
 
 def weights_of(run: "ConfiguredRun") -> Any:
-    """Return the checkpoint to evaluate, by default the run's best checkpoint; None for untrained weights."""
+    """Return the checkpoint to evaluate, by default the run's best checkpoint; None to use untrained weights."""
     if run.checkpoint == "none":
         return None
     return run.stored(run.checkpoint or "") if run.checkpoint in (None, "best", "last") else run.checkpoint

@@ -344,7 +344,7 @@ class Sweep:
         return table([[_cell(cell) for cell in row[:-1]] for row in rows])
 
     def finish(self) -> None:
-        """Print the results. Exits with 130 or 75 after a signal, 75 if trials are unfinished, 1 if a trial failed."""
+        """Print the results. Exit code: 130 or 75 after a signal, 75 if trials are unfinished, 1 if a trial failed."""
         print(self.write(), file=STDOUT, flush=True)
         left = self.count - sum(bool(trial.state) for trial in self.trials)
         failed = sum(trial.state == "failed" for trial in self.trials)

@@ -75,7 +75,7 @@ _LEAST_WITHIN = 6  # minimum length of a secret that is replaced within longer s
 
 @dataclass(frozen=True)
 class Layer:
-    """Plain data with the origin of each key: "file:line" or "override"."""
+    """Plain data with the origin of each key. An origin is "file:line" or "override"."""
 
     values: Any
     origins: dict[Key, str]
@@ -461,7 +461,7 @@ def _overrides(base: Layer, overrides: Sequence[str]) -> Layer:
 
 # --- interpolations ---------------------------------------------------------------------------------------------------
 def _refuse_unused_vars(merged: Layer) -> None:
-    """Raise ConfigError if no value refers to a variable that an override sets in `vars`: it is probably misspelled."""
+    """Raise ConfigError if no value refers to a variable that an override sets in `vars`. It is probably misspelled."""
     text = " ".join(text for _, text in _texts(merged.values))
     used = set(re.findall(r"\$\{vars(?:\.|\[['\"]?)([\w-]+)", text))
     for key, origin in merged.origins.items():

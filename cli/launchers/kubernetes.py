@@ -36,7 +36,7 @@ class KubernetesLauncher(Launcher):
         image: Container image with Python, torch, Legato and the task's modules. Required.
         claim: PersistentVolumeClaim for run directories; must be ReadWriteMany for several nodes. None: run
             directories are lost with their pods.
-        mount: Folder at which the claim is mounted; replaces `run.root`.
+        mount: Folder at which the claim is mounted; becomes the run's `run.root`.
         namespace: Kubernetes namespace. None: kubectl's current namespace.
         job_name: Name of the Job. None: run.name.
         cpus_per_process: CPUs to reserve for each process, including its loader workers.

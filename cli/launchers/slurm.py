@@ -1,4 +1,7 @@
-"""SlurmLauncher: submits a run as an sbatch script. Before the time limit, the run saves and the job is requeued."""
+"""SlurmLauncher: submits a run as an sbatch script.
+
+Before the job's time limit, the run saves a checkpoint and stops, and the job is requeued.
+"""
 
 import re
 import shlex

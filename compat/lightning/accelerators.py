@@ -13,7 +13,7 @@ from .placeholders import UnsupportedError
 
 
 class Accelerator(str):
-    """A device type. Also a string with the type's name, so that `trainer.accelerator` can be used as either."""
+    """A device type. It is also a string with the type's name, so that `trainer.accelerator` can be used as either."""
 
     kind = ""
     """The device type, as passed to `Trainer(accelerator=)`."""

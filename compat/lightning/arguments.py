@@ -1,4 +1,4 @@
-"""Conversion of Lightning's Trainer arguments to Legato's."""
+"""Converts Lightning's Trainer arguments to Legato's."""
 
 import os
 import sys

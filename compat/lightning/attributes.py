@@ -58,7 +58,10 @@ class LoggedMetrics(Values):
 
 
 class MetricsOfProcess(Values):
-    """Values that all ranks share, some replaced with newer local values. A program's own values count as shared."""
+    """Values that all ranks share, some replaced with newer local values.
+
+    Values that a program sets count as shared.
+    """
 
     def __init__(self, agreed: dict[str, Any], local: Mapping[str, Any]) -> None:
         super().__init__({**agreed, **local})
@@ -420,7 +423,7 @@ class TrainerAttributes(OwnParts, Trainer):
     # --- processes and devices --------------------------------------------------------------------------------------
     @property
     def _accelerator_connector(self) -> AcceleratorConnector:
-        """The devices, under a private name that public packages read."""
+        """The devices, under a private name that third-party packages read."""
         connector = AcceleratorConnector(self.accelerator, self.devices, self.num_nodes)
         connector.strategy, connector.use_distributed_sampler = self.strategy, bool(self.use_distributed_sampler)
         connector.cluster_environment = getattr(self.strategy, "cluster_environment", None)

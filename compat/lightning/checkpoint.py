@@ -318,8 +318,7 @@ class LightningFile:
     def read(self, path: Path, ranks: Any, names: Collection[str], in_parts: Collection[str]) -> dict[str, Any]:
         """Read a checkpoint from Legato or Lightning, or the weights in another program's file.
 
-        If the checkpoint has averaged weights, they become the weights, unless a callback of this run continues the
-        averaging.
+        If the checkpoint has averaged weights, those are loaded, unless a callback of this run continues the averaging.
         """
         contents = self._read(path, ranks, names, in_parts)
         added = self.trainer.current_run.task.configure_callbacks() or []

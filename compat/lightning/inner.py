@@ -43,7 +43,7 @@ def alias_below(package: str, paths: str) -> None:
 
 
 def inner_name(package: str) -> Callable[[str], Any]:
-    """Return the `__getattr__` of a package: version and package constants, common names, and placeholders.
+    """Return a package's `__getattr__`. It provides version and package constants, common names, and placeholders.
 
     Private names become placeholders, and so do all names below lightning.fabric, since Legato lacks those classes.
     """

@@ -108,7 +108,7 @@ class FabricLogger(PlacesPoints, WithoutFiles, logger.Logger, ABC):
 
     @property
     def group_separator(self) -> str:
-        """Separator between the group and the name of a metric."""
+        """Separator between a metric's group and name."""
         return "/"
 
     @abstractmethod
@@ -556,7 +556,7 @@ class MLFlowLogger(PlacesPoints, WithoutFiles, mlflow.MLFlowLogger):
 
     @property
     def log_dir(self) -> str | None:
-        """None: MLflow decides where the files of a run are."""
+        """None, since MLflow decides where a run's files are stored."""
         return None
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
@@ -635,7 +635,7 @@ class WandbLogger(PlacesPoints, WithoutFiles, wandb.WandbLogger):
 
     @property
     def log_dir(self) -> str | None:
-        """None: W&B decides where the files of a run are."""
+        """None, since W&B decides where a run's files are stored."""
         return None
 
     def make_version(self) -> None:
@@ -686,7 +686,7 @@ for kind in (TensorBoardLogger, CSVLogger, MLFlowLogger, WandbLogger):
 def scan_checkpoints(
     checkpoint_callback: Any, logged_model_time: Mapping[str, float]
 ) -> list[tuple[float, str, Any, str]]:
-    """Return time, path, score and kind of each of a callback's checkpoints that is newer than the given time."""
+    """Return the time, path, score and kind of a callback's checkpoints that are newer than the given time."""
     scores = {
         checkpoint_callback.last_model_path: (checkpoint_callback.current_score, "latest"),
         checkpoint_callback.best_model_path: (checkpoint_callback.best_model_score, "best"),

@@ -450,7 +450,7 @@ class LightningModule(InitialHyperparameters, Task):
 
 
 def builder(kind: Any, values: Mapping[str, Any]) -> Any:
-    """Return the callable that creates an object: the class, or a function for hyperparameters of a LightningCLI.
+    """Return the callable that creates an object: the class, or a function for hyperparameters from a LightningCLI.
 
     Raises ValueError if a class has not been imported, since a checkpoint must not cause imports.
     """
@@ -539,7 +539,7 @@ class LightningDataModule(InitialHyperparameters, DataModule):
         weights_only: bool | None = None,
         **kwargs: Any,
     ) -> DataSelf:
-        """Build the data module from the hyperparameters in a checkpoint, updated by `kwargs`, and load its state."""
+        """Build the data module from the hyperparameters in a checkpoint, updated with `kwargs`, and load its state."""
         require_checkpoint(checkpoint_path)
         saved = read(checkpoint_path, "cpu", weights_only)
         contents = {**saved, "datamodule": saved.get(cls.__qualname__)}  # Lightning stores its state under this key

@@ -25,7 +25,7 @@ def word_of(precision: str | int) -> str:
 
 
 class Precision:
-    """The precision of a run, by name; Legato implements it."""
+    """A run's precision, selected by name. Legato provides the implementation."""
 
     precision: str = "32-true"
 

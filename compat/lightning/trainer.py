@@ -203,7 +203,7 @@ class Trainer(TrainerAttributes):
     def check(self, *owners: Any) -> None:
         """Warn about methods whose names resemble hooks. Raises TaskError if a hook has wrong arguments.
 
-        For the duration of the call, Lightning callbacks get the module's `log` and `log_dict`.
+        During the call, Lightning callbacks get the module's `log` and `log_dict`.
         """
         if self.fit_as_lightning not in self.callbacks:  # it left the callbacks after the last run
             self.callbacks.insert(0, self.fit_as_lightning)

@@ -229,7 +229,7 @@ class WeightAveraging(weight_averaging.WeightAveraging, Callback):
         self._latest_update_step = state_dict.get("latest_update_step", 0)
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
-        """Return whether to average after this step (from 0), or at the end of this epoch."""
+        """Return whether to average after this step (counted from 0), or at the end of this epoch."""
         return step_idx is not None
 
     def on_step_end(self, trainer: "Trainer", task: "Task") -> None:
@@ -285,7 +285,7 @@ class EMAWeightAveraging(WeightAveraging):
         self.update_starting_at_step, self.update_starting_at_epoch = update_starting_at_step, update_starting_at_epoch
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
-        """Return whether to average after this step (from 0), or at the end of this epoch."""
+        """Return whether to average after this step (counted from 0), or at the end of this epoch."""
         if step_idx is not None:
             begun = self.update_starting_at_step is None or step_idx >= self.update_starting_at_step
             return begun and self.update_every_n_steps > 0 and step_idx % self.update_every_n_steps == 0

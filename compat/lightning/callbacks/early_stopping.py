@@ -98,7 +98,7 @@ class EarlyStopping(early_stopping.EarlyStopping, Callback):
 
     # --- when to check ----------------------------------------------------------------------------------------------
     def setup(self, trainer: "Trainer", task: "Task", stage: str) -> None:
-        """Check at the end of epochs if each ends with exactly one validation, otherwise after validations."""
+        """Choose to check at the end of epochs if each ends with exactly one validation, else after validations."""
         if self._check_on_train_epoch_end is None:
             self._check_on_train_epoch_end = trainer.val_check_interval == 1.0 and trainer.check_val_every_n_epoch == 1
 

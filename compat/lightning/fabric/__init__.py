@@ -1,4 +1,4 @@
-"""`lightning.fabric` on Legato."""
+"""Legato's version of `lightning.fabric`."""
 
 # fmt: off
 

@@ -1,4 +1,4 @@
-"""`lightning.pytorch` on Legato."""
+"""Legato's version of `lightning.pytorch`."""
 
 # fmt: off
 

@@ -1,4 +1,4 @@
-"""`lightning.fabric.accelerators` on Legato."""
+"""Legato's version of `lightning.fabric.accelerators`."""
 
 # fmt: off
 

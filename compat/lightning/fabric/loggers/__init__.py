@@ -1,4 +1,4 @@
-"""`lightning.fabric.loggers` on Legato."""
+"""Legato's version of `lightning.fabric.loggers`."""
 
 # fmt: off
 

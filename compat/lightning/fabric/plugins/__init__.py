@@ -1,4 +1,4 @@
-"""`lightning.fabric.plugins` on Legato."""
+"""Legato's version of `lightning.fabric.plugins`."""
 
 # fmt: off
 

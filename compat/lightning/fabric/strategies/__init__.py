@@ -1,4 +1,4 @@
-"""`lightning.fabric.strategies` on Legato: placeholders."""
+"""Placeholders for `lightning.fabric.strategies`."""
 
 # fmt: off
 

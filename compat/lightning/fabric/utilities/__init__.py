@@ -1,4 +1,4 @@
-"""`lightning.fabric.utilities` on Legato."""
+"""Legato's version of `lightning.fabric.utilities`."""
 
 # fmt: off
 

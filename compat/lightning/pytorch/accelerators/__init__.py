@@ -1,4 +1,4 @@
-"""`lightning.pytorch.accelerators` on Legato."""
+"""Legato's version of `lightning.pytorch.accelerators`."""
 
 # fmt: off
 

@@ -1,4 +1,4 @@
-"""`lightning.pytorch.callbacks` on Legato."""
+"""Legato's version of `lightning.pytorch.callbacks`."""
 
 # fmt: off
 

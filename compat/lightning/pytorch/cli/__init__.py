@@ -1,4 +1,4 @@
-"""`lightning.pytorch.cli` on Legato, which needs jsonargparse."""
+"""Legato's version of `lightning.pytorch.cli`. Requires jsonargparse."""
 
 # fmt: off
 

@@ -1,4 +1,4 @@
-"""`lightning.pytorch.core` on Legato."""
+"""Legato's version of `lightning.pytorch.core`."""
 
 # fmt: off
 

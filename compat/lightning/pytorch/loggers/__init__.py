@@ -1,4 +1,4 @@
-"""`lightning.pytorch.loggers` on Legato."""
+"""Legato's version of `lightning.pytorch.loggers`."""
 
 # fmt: off
 

@@ -1,4 +1,4 @@
-"""`lightning.pytorch.loops` on Legato."""
+"""Legato's version of `lightning.pytorch.loops`."""
 
 # fmt: off
 

@@ -1,4 +1,4 @@
-"""`lightning.pytorch.overrides` on Legato."""
+"""Legato's version of `lightning.pytorch.overrides`."""
 
 # fmt: off
 

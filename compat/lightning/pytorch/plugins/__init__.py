@@ -1,4 +1,4 @@
-"""`lightning.pytorch.plugins` on Legato."""
+"""Legato's version of `lightning.pytorch.plugins`."""
 
 # fmt: off
 

@@ -1,4 +1,4 @@
-"""`lightning.pytorch.profilers` on Legato."""
+"""Legato's version of `lightning.pytorch.profilers`."""
 
 # fmt: off
 

@@ -1,4 +1,4 @@
-"""`lightning.pytorch.serve` on Legato."""
+"""Legato's version of `lightning.pytorch.serve`."""
 
 # fmt: off
 

@@ -1,4 +1,4 @@
-"""`lightning.pytorch.strategies` on Legato."""
+"""Legato's version of `lightning.pytorch.strategies`."""
 
 # fmt: off
 

@@ -1,4 +1,4 @@
-"""`lightning.pytorch.trainer` on Legato."""
+"""Legato's version of `lightning.pytorch.trainer`."""
 
 # fmt: off
 

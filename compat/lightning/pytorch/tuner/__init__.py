@@ -1,4 +1,4 @@
-"""`lightning.pytorch.tuner` on Legato."""
+"""Legato's version of `lightning.pytorch.tuner`."""
 
 # fmt: off
 

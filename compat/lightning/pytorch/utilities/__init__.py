@@ -1,4 +1,4 @@
-"""`lightning.pytorch.utilities` on Legato."""
+"""Legato's version of `lightning.pytorch.utilities`."""
 
 # fmt: off
 

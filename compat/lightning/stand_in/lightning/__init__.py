@@ -1,4 +1,4 @@
-"""Registers the modules of Legato under the name of this package."""
+"""Registers Legato's modules under the name of this package."""
 
 from legato.compat.lightning.stand_in import register_name
 
