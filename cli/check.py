@@ -83,7 +83,7 @@ class Report:
     """Bytes of frozen weights that are stored once, beside the checkpoints."""
     weights_bytes: int = 0
     disk: list[str] = field(default_factory=list)
-    """For each Checkpoint callback, the disk space of all checkpoints that it keeps plus one in progress."""
+    """Disk space that each Checkpoint callback needs for the checkpoints that it keeps and one in progress."""
 
     @property
     def seconds(self) -> float | None:

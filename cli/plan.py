@@ -59,9 +59,9 @@ class StateSize:
     buffers: int
     gradients: int
     optimizer: int | None
-    """None if unknown."""
+    """Bytes of the optimizer state; None if unknown."""
     optimizer_name: str
-    """Name of the optimizer, or the reason its size is unknown."""
+    """Name of the optimizer, or the reason the size of its state is unknown."""
 
     def of_rank(self, weight_parts: int, optimizer_parts: int) -> "StateSize":
         """Return the size of a rank's state if all ranks hold equal shares, rounded up."""

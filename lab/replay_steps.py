@@ -1,6 +1,6 @@
-"""Replays: recomputes steps of a run from the newest checkpoint before them, and compares the logged values.
+"""Replays steps of a run: recomputes them from the newest earlier checkpoint, and compares the logged values.
 
-A replay takes a function that creates a new trainer, task and data, so it cannot change the caller's objects.
+A replay takes a function that creates a new trainer, task and data, so the replay cannot change the caller's objects.
 """
 
 import json

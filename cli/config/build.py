@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class ConfiguredRun:
-    """The objects of a config."""
+    """The objects built from a config."""
 
     trainer: "Trainer"
     task: "Task"

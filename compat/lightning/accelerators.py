@@ -34,7 +34,7 @@ class Accelerator(str):
             torch.cuda.set_device(device)
 
     def setup(self, trainer: Any) -> None:
-        """Run before each run of the trainer. Does nothing by default."""
+        """Called before each run of the trainer. Does nothing by default."""
 
     def teardown(self) -> None:
         """Release cached memory."""

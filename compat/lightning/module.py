@@ -347,7 +347,7 @@ class LightningModule(InitialHyperparameters, Task):
         """Call configure_sharded_model."""
 
     def on_validation_model_zero_grad(self) -> None:
-        """Run before a validation during training; clears the gradients."""
+        """Clear the gradients. Called before a validation during training."""
         self.zero_grad()
 
     def freeze(self: Self) -> Self:  # type: ignore[override]

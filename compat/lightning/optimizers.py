@@ -110,7 +110,7 @@ class SampleWeights:
     forget = begin_step
 
     def take(self, output: Any, item: Any, step: Any) -> float:
-        """Return the factor for the loss of a batch."""
+        """Return the factor for a batch's loss."""
         return float(item.samples * self.strategy.loss_scale / step.samples)
 
     def divide_gradients(self, step: Any) -> float:

@@ -1,4 +1,4 @@
-"""Checks of whether a program overrides a method of Lightning's classes."""
+"""Checks whether a program overrides a method of Lightning's classes."""
 
 import inspect
 

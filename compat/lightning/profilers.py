@@ -279,7 +279,7 @@ class PyTorchProfiler(Profiler):
 
 
 class RegisterRecordFunction:
-    """Context in which a torch trace marks each call of a submodule with its name."""
+    """Context in which a torch trace marks each call to a submodule with the submodule's name."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model

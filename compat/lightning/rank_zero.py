@@ -52,5 +52,5 @@ def rank_zero_deprecation(message: str | Warning, stacklevel: int = 5, **kwargs:
 
 
 def disable_possible_user_warnings(module: str = "") -> None:
-    """Ignore warnings of the category PossibleUserWarning, from all modules or from the given module."""
+    """Ignore each PossibleUserWarning from all modules, or from the given module."""
     warnings.filterwarnings("ignore", module=module, category=PossibleUserWarning)

@@ -391,7 +391,7 @@ class Trainer(TrainerAttributes):
 
     @contextmanager
     def init_module(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Create tensors on the device and in the precision of the run."""
+        """In this context, create tensors on the run's device and in the run's precision."""
         device = self.device_list[0]
         with self.precision_plugin.forward_context(device), device:
             yield

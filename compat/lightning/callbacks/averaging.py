@@ -141,7 +141,7 @@ class StochasticWeightAveraging(weight_averaging.WeightAveraging, Callback):
             self._set_rates(trainer)
 
     def on_train_epoch_end(self, trainer: "Trainer", task: "Task") -> None:
-        """Set the next epoch's learning rates, for callbacks that read them before it starts."""
+        """Set the next epoch's learning rates, for callbacks that read them before that epoch starts."""
         if self._rates_before:
             self._set_rates(trainer, trainer.current_epoch + 1)
 

@@ -33,7 +33,7 @@ class Checkpoint(CheckpointCallback, Callback):
 
 
 class ModelCheckpoint(Checkpoint):
-    """Saves checkpoints whose names contain metrics, and keeps the `save_top_k` best by `monitor`.
+    """Saves checkpoints whose names contain metrics, and keeps the best `save_top_k` according to `monitor`.
 
     A checkpoint is a file in Lightning's format (`epoch=3-val_loss=0.12.ckpt`). Only files that this run wrote are
     removed. Subclasses may override the methods with a leading underscore, which have Lightning's names.
