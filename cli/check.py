@@ -270,7 +270,7 @@ def trial_of(config: "Config", original: "ConfiguredRun", name: str, folder: Pat
 
 
 def has_stage(run: "ConfiguredRun", stage: str) -> bool:
-    """Return whether the task defines the step of a stage, and the task or data module defines its loader."""
+    """Return whether the task defines the step of a stage, and the task or data module defines the stage's loader."""
     loader = f"{stage}_dataloader"
     # a stage needs both
     of_data = run.data is not None and overrides(run.data, DataModule, loader)

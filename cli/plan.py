@@ -1,4 +1,4 @@
-"""`legato plan`: shows the layout of a config's run and the memory that each process needs, without starting it."""
+"""`legato plan`: shows the layout of a config's run and the memory per process, without starting the run."""
 
 import re
 from argparse import Namespace

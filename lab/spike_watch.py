@@ -142,7 +142,7 @@ class SpikeWatch(Callback):
             self._step, self._losses, self._norms = step, [], []
 
     def on_step_end(self, trainer: "Trainer", task: "Task") -> None:
-        """At logging points, when the run reads the device anyway, check the steps since the last one."""
+        """At logging points, when the run reads the device anyway, check the steps since the last logging point."""
         if trainer.global_step % trainer.log_every_n_steps == 0:
             self._judge(trainer)
 

@@ -1,6 +1,6 @@
 """Finds the arguments of classes and functions that a config names, by parsing their source or importing them.
 
-Parsing takes a millisecond per file, so that a misspelled key fails before torch is imported. Types, defaults and
+Parsing takes a millisecond per file, so a misspelled key fails before torch is imported. Types, defaults and
 effects of decorators require an import.
 """
 
@@ -104,7 +104,7 @@ def _bindings(body: Sequence[ast.stmt], module: str, is_package: bool) -> dict[s
 
 
 def _locate(path: str) -> tuple[Path, str, str]:
-    """Return a path's module file, module name and name in the module. Raises ImportError if there is no module."""
+    """Return a path's module file, module name and name within the module. Raises ImportError if there is no module."""
     top, *parts = path.split(".")
     spec = None if top in _UNREAD else find_spec(top)  # imports nothing for a top-level name
     for index, part in enumerate(parts):

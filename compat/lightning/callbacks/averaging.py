@@ -219,7 +219,7 @@ class WeightAveraging(weight_averaging.WeightAveraging, Callback):
         self._latest_update_step = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the averages, and the entries that Lightning's callback expects."""
+        """Return the averages, with the entries that Lightning's callback expects."""
         state = super().state_dict()
         return {**state, "latest_update_step": self._latest_update_step} if state else {}
 
