@@ -114,7 +114,7 @@ def test_help_of_a_key_has_its_type_and_meaning(capsys: pytest.CaptureFixture[st
 def test_help_of_a_class_is_its_docstring(capsys: pytest.CaptureFixture[str]) -> None:
     text = explained(capsys, "EarlyStopping")
     assert text.startswith("legato.callbacks.EarlyStopping(")
-    assert "Consecutive checks without improvement after which the run ends." in text
+    assert "Number of consecutive checks without improvement after which the run ends." in text
     assert "find_unused_parameters" in explained(capsys, "ddp")
     text = explained(capsys, "slurm")
     assert text.startswith("legato.cli.launchers.slurm.SlurmLauncher(")

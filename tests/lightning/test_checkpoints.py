@@ -210,7 +210,7 @@ def test_callbacks_go_on_where_they_were(tmp_path, caplog):
     messages = "\n".join(caplog.messages)
     assert "checkpoint of Lightning 2.6.6. Resuming at step 12 in epoch 2" in messages
     assert "Not restored: the state of ModelCheckpoint, because this run has no such callback." in messages
-    assert "a loader that shuffles uses Legato's order" in messages
+    assert "A loader that shuffles now uses Legato's order" in messages
 
 
 @pytest.mark.slow

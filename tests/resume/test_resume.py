@@ -234,7 +234,7 @@ def test_a_broken_newest_checkpoint_is_passed_over(tmp_path, undisturbed, caplog
     trainer, _ = fit(tmp_path, max_steps=9)
     assert damage_newest(trainer).name == "step-00000009"
     trainer, task = fit(tmp_path)
-    assert "Skipping the incomplete checkpoint step-00000009" in caplog.text
+    assert "Skipping the damaged checkpoint step-00000009" in caplog.text
     assert torch.equal(everything(trainer, task), undisturbed["everything"])
     assert lines(trainer.run_dir) == undisturbed["lines"]
 

@@ -137,7 +137,7 @@ def test_damage_that_one_rank_sees_makes_all_take_the_one_before(tmp_path, capfd
     trainer, _ = fit(tmp_path, strategy, 3)
     assert trainer.global_step == 3
     output = capfd.readouterr().err
-    assert "Skipping the incomplete checkpoint step-00000002" in output
+    assert "Skipping the damaged checkpoint step-00000002" in output
     assert f"{file} is damaged" in output
     damage(folder / "step-00000003" / file)
     with pytest.raises(CheckpointError, match=f"{file} is damaged"):  # the one that was asked for
@@ -147,7 +147,7 @@ def test_damage_that_one_rank_sees_makes_all_take_the_one_before(tmp_path, capfd
     with pytest.raises(CheckpointError, match="There is no complete checkpoint at"):
         fit(tmp_path, strategy, 4)
     output = capfd.readouterr().err
-    assert all(output.count(f"Skipping the incomplete checkpoint step-0000000{step}") == 1 for step in (1, 2, 3))
+    assert all(output.count(f"Skipping the damaged checkpoint step-0000000{step}") == 1 for step in (1, 2, 3))
 
 
 def damage(path):

@@ -122,7 +122,7 @@ class TwoLoaders(Classifier):
 def test_batches_of_loaders_that_differ_in_length_are_refused_with_a_remedy(tmp_path):
     """Splitting only the first loader's batch, and sending the other's to each device, would give a wrong mean."""
     loaders = {"labelled": DataLoader(make_data(16), 4), "plain": DataLoader(make_data(24), 6)}
-    with pytest.raises(DataError, match=r"first dimensions .*\(4, 6\).*Define count_samples"):
+    with pytest.raises(DataError, match=r"first dimension differ \(4, 6\).*Define count_samples"):
         make_trainer(tmp_path, strategy="data_parallel", devices=2).fit(TwoLoaders(), loaders)
 
 

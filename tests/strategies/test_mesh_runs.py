@@ -272,7 +272,7 @@ REFUSED = {
     r"needs automatic optimization": (ByHand, SHARD, {}),
     r"cannot be compiled, but the blocks between them can": (CNN, SHARD, {"compile": True}),
     r"compiler fails on layers that are split": (CNN, TENSOR, {"compile": {"blocks": ["Linear"]}}),
-    r"its own share of the data, .* equally many batches": (CNN, SHARD, {"use_distributed_sampler": False}),
+    r"its own share of the data, .* the same number of batches": (CNN, SHARD, {"use_distributed_sampler": False}),
     r"CNN has no module of class 'Conv3d'. Did you mean 'Conv2d'": (CNN, mesh(shard=2, shard_blocks=["Conv3d"]), {}),
     r"a Embedding shares a parameter": (Tied, mesh(shard=2, shard_blocks=["Embedding"]), {}),
     r"tensor=2 needs a plan: add a method tensor_plan": (lambda: Planned({}), TENSOR, {}),
