@@ -104,7 +104,7 @@ class Verification:
         place, records = location_of(history.directory), history.checkpoints
         if is_held(history.directory):
             raise ConfigError(
-                f"The run {place} is still in progress and may delete its checkpoints. Verify it when it has ended."
+                f"The run {place} is still in progress and may delete its checkpoints. Verify it after it ends."
             )
         if not records:
             raise ConfigError(

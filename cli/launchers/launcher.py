@@ -31,7 +31,7 @@ class Launcher:
     """Options and overrides for the command, such as --quiet and task.lr=0.1."""
 
     def launch(self, command: str, config: "Config") -> int:
-        """Start `legato COMMAND` with a config, and return the exit code. Raises ConfigError if this is impossible."""
+        """Start `legato COMMAND` with a config, and return the exit code. Raises ConfigError if it cannot start."""
         # without the launcher, which the started command would otherwise use again
         return self.start(command, config.changed(launcher=None), machines_of(config, self.name))
 

@@ -67,7 +67,8 @@ class ElasticMembership(Membership):
             )
         if not trainer.use_distributed_sampler:
             raise ConfigError(
-                "elastic: true needs use_distributed_sampler=true, since others take over a dead process's samples."
+                "elastic: true needs use_distributed_sampler=true, since surviving processes take over a dead "
+                "process's samples."
             )
         self.trainer, self.member = trainer, elastic_worker.member
         self.timeout = trainer.strategy.timeouts.limits["step"].total_seconds()

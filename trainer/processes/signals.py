@@ -97,7 +97,7 @@ os.register_at_fork(after_in_child=_forget)
 
 
 class SignalWatch:
-    """Ends this process at a second Ctrl-C, or GRACE seconds after SIGTERM or SIGHUP.
+    """Ends this process on a second Ctrl-C, or GRACE seconds after SIGTERM or SIGHUP.
 
     A save in progress is finished first, as long as it makes progress. Use the watch as a context manager in the main
     thread. In other threads, it does nothing.

@@ -190,7 +190,7 @@ def samples_left_out(wanted: list[int] | None, loader: Any) -> frozenset[int]:
     if not is_dealable(loader):
         raise ConfigError(
             f"trainer.leave_out_samples lists indices of one training dataset, but {type(loader).__name__} is a "
-            f"stream or several loaders. Leave the samples out in the dataset."
+            f"stream or several loaders. Exclude these samples in the dataset itself."
         )
     length = length_of(loader.dataset)
     if length is not None and max(wanted) >= length:

@@ -21,7 +21,7 @@ log = logging.getLogger("legato")
 
 
 def make_run(call: Call, saved: dict[str, Any] | None) -> Run:
-    """Call the set-up hooks, place the task with the checkpoint's weights, and make loaders, optimizers and the run.
+    """Call the setup hooks, move the task to its devices and load its weights; make loaders, optimizers and the run.
 
     Args:
         saved: the checkpoint's contents, whose weights are dropped once they are loaded.
