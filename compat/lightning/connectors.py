@@ -1,4 +1,4 @@
-"""Connectors: a trainer's loaders, checkpoints and metrics under Lightning's private names, which programs read."""
+"""Connectors: a trainer's loaders, checkpoints and metrics under the private Lightning names that programs read."""
 
 from pathlib import Path
 from tempfile import TemporaryDirectory

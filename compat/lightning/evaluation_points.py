@@ -20,7 +20,7 @@ class EvaluationPoints:
         """Number of completed batches for each loader and stage: the x-axis of the points."""
 
     def follow(self, word: str) -> None:
-        """Write a point after each batch of a stage."""
+        """Log one evaluation point after each batch of a stage."""
         hooks, name = self.run.hooks, f"on_{word}_batch_end"
         # evaluate calls this for each validation, but the run keeps its hooks
         if self.write not in hooks[name]:

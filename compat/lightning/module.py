@@ -336,7 +336,7 @@ class LightningModule(InitialHyperparameters, Task):
             self.untoggle_optimizer(optimizer)
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """If a class defines `configure_sharded_model`, call it as `configure_model`, its newer name."""
+        """If a class defines `configure_sharded_model`, treat it as `configure_model`, its newer name."""
         super().__init_subclass__(**options)
         if "configure_sharded_model" in vars(cls):
             if "configure_model" in vars(cls):
