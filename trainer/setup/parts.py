@@ -36,8 +36,9 @@ def make_strategy(trainer: "Trainer", wanted: Any) -> Strategy:
             hint = " Pass options beside the name: {'name': 'ddp', 'find_unused_parameters': True}."
         raise ConfigError(f"trainer.strategy={name!r} is unknown; expected one of {', '.join(names)}.{hint}")
     kind = getattr(strategies, STRATEGIES[name].split(":")[1])
-    for option in (option for option in options if option not in options_of(kind)):
-        raise ConfigError(f"trainer.strategy: {name} has no option {option!r}.{alternative(option, kind)}")
+    unknown = [option for option in options if option not in option_names(kind)]
+    if unknown:
+        raise ConfigError(f"trainer.strategy: {name} has no option {unknown[0]!r}.{alternative(unknown[0], kind)}")
     try:
         strategy: Strategy = kind(**options)
     except TypeError as error:  # an option that the class sets itself, such as the axis of fsdp
@@ -47,7 +48,7 @@ def make_strategy(trainer: "Trainer", wanted: Any) -> Strategy:
     return strategy
 
 
-def options_of(kind: type[Strategy]) -> list[str]:
+def option_names(kind: type[Strategy]) -> list[str]:
     """Return the names of a strategy's arguments, including those that `**options` passes to its base classes."""
     names: list[str] = []
     for base in (base for base in kind.__mro__ if "__init__" in vars(base)):
@@ -65,9 +66,9 @@ def alternative(option: str, kind: type[Strategy]) -> str:
     classes = {name: getattr(strategies, home.split(":")[1]) for name, home in STRATEGIES.items()}
     # a class that only inherits an option may refuse it, as zero1 refuses elastic
     names = [name for name, each in classes.items() if option in signature(each).parameters] or [
-        name for name, each in classes.items() if option in options_of(each)
+        name for name, each in classes.items() if option in option_names(each)
     ]
-    return f" It is an option of {', '.join(names)}." if names else did_you_mean(option, options_of(kind))
+    return f" It is an option of {', '.join(names)}." if names else did_you_mean(option, option_names(kind))
 
 
 def choose_name(trainer: "Trainer") -> str:
