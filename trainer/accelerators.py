@@ -1,7 +1,7 @@
-"""Properties of devices of any kind. No other module names a specific kind of device.
+"""Device properties for every kind of accelerator. No other module mentions a specific kind.
 
-This module calls torch's generic functions (torch.accelerator, the device's module). It names a kind of device only if
-torch has no generic function.
+This module calls torch's generic functions (torch.accelerator, the device's module). It mentions a kind of device only
+if torch has no generic function.
 """
 
 import re
@@ -87,7 +87,7 @@ def _question(device: torch.device, name: str) -> Any:
 
 
 def make_current(device: torch.device) -> None:
-    """Make this the default device of its kind, so that "cuda" in a task's code also refers to it."""
+    """Make `device` the default of its kind, so that "cuda" in a task's code refers to the same device."""
     if device.type != "cpu":
         torch.accelerator.set_device_index(device)
 
@@ -217,7 +217,7 @@ def set_generators(states: list[torch.Tensor]) -> None:
 
 
 def visible_devices(wanted: str) -> tuple[str, str]:
-    """Return the variable that selects this process's devices, and the device names in it; ("", "") if there is none.
+    """Return the environment variable that selects this process's devices, and the devices; ("", "") if there is none.
 
     Args:
         wanted: the value of trainer.accelerator.

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 
 class Closure:
-    """Returns the loss of a step. At the first call, the gradients are already computed.
+    """Callable that returns the loss of a step. At its first call, the gradients have already been computed.
 
-    Each further call clears the gradients, reruns all batches of the step without logging, and clips the new gradients.
+    Each later call clears the gradients, reruns all batches of the step without logging, and clips the new gradients.
     The first call does the same if the gradients have been cleared or the weights have changed.
     """
 

@@ -51,12 +51,12 @@ STEP_SIMILARITY = 0.9
 
 
 class Hooks(dict[str, Calls]):
-    """Maps a hook's name to its calls, or to () if nothing overrides the hook.
+    """Mapping from the name of each hook to the functions to call, or to () if nothing overrides the hook.
 
-    Callbacks come first, in their order, then the task, then late callbacks.
+    Callbacks are called first, in their order, then the task, then late callbacks.
 
-    Late callbacks (MonitoringCallback) evaluate and save the results of the other callbacks. Callbacks' methods are
-    bound to the trainer and the task.
+    Late callbacks (MonitoringCallback) evaluate and save the results of the other callbacks. The methods of callbacks
+    are bound to the trainer and the task.
     """
 
     def __init__(self, trainer: "Trainer", task: Task, callbacks: Sequence[Callback]) -> None:
@@ -125,7 +125,7 @@ def check_names(owner: Task | DataModule | Callback) -> None:
 
 
 def names_of(owner: Task | DataModule | Callback) -> tuple[type, tuple[str, ...], tuple[str, ...]]:
-    """Return the owner's base class, the names of its hooks, and the names of its steps and other methods."""
+    """Return the owner's base class, the names of its hooks, and the names of its other methods, such as steps."""
     if isinstance(owner, Task):
         return Task, TASK_HOOKS, TASK_METHODS
     if isinstance(owner, Callback):
@@ -142,7 +142,7 @@ def check_hook_arguments(owner: Task | DataModule | Callback) -> None:
 
 
 def describe_misnomers(owner: Task | DataModule | Callback) -> Iterator[str]:
-    """Yield a message for each method that resembles a hook or step by name and would never be called."""
+    """Yield a message for each method that is never called but whose name resembles that of a hook or step."""
     base, hooks, steps = names_of(owner)
     hook_names, step_names = set(hooks), set(steps)
     inherited = {name for kind in base.__mro__ for name in vars(kind)}
@@ -170,7 +170,7 @@ def describe_misnomers(owner: Task | DataModule | Callback) -> Iterator[str]:
 
 
 def signature_of(method: Callable[..., Any]) -> inspect.Signature:
-    """Return a method's signature. If the method wraps a bound method, return the bound method's, without `self`."""
+    """Return a method's signature; for a wrapper of a bound method, that of the bound method, without `self`."""
     inner = inspect.unwrap(method)
     return signature(inner if inspect.ismethod(inner) else method)
 
@@ -197,7 +197,7 @@ def _check_arguments(instance: object, base: type, name: str) -> None:
 
 
 def check_nones(instance: object, base: type, switched_off: Iterable[str]) -> None:
-    """Raise TaskError for a method that is None, except steps, loaders and hooks, which None disables."""
+    """Raise TaskError for a method that is None. Only steps, loaders and hooks may be None, which disables them."""
     for name in {name for kind in base.__mro__[:-1] for name in vars(kind) if not name.startswith("_")}:
         if callable(getattr(base, name)) and getattr(instance, name) is None and name not in switched_off:
             raise TaskError(f"{type(instance).__qualname__}.{name} is None, but Legato calls it. Don't override it.")
@@ -220,7 +220,7 @@ TASK_METHODS = (
 
 
 def counter_of(task: Task) -> Callable[[Any], int] | None:
-    """Return the task's count_samples; None to count samples by the lengths of a batch's tensors, which must agree."""
+    """Return the task's count_samples; None to use the length of a batch's tensors, which must be equal."""
     return task.count_samples if overrides(task, Task, "count_samples") else None
 
 
@@ -229,12 +229,12 @@ HOOK_ARGUMENTS = ("batch", "batch_idx", "dataloader_idx")
 
 
 def count_arguments(task: Any, step: str, several_loaders: bool = True) -> int:
-    """Return how many of (batch, batch_idx, dataloader_idx) the step takes.
+    """Return how many of (batch, batch_idx, dataloader_idx) the step accepts.
 
-    As in Lightning, dataloader_idx is passed only with `several_loaders` to a step that has `*args`, or a third
-    argument with another name and a default.
+    As in Lightning, dataloader_idx is passed to a step with `*args`, or with a third argument that has another name and
+    a default, only if `several_loaders` is true.
 
-    Raises TaskError if the step takes no batch or requires other arguments.
+    Raises TaskError if the step accepts no batch or requires other arguments.
     """
     try:
         parameters = list(signature_of(getattr(task, step)).parameters.values())
@@ -262,11 +262,11 @@ def count_arguments(task: Any, step: str, several_loaders: bool = True) -> int:
 
 
 def fitted(hook: Callable[..., Any], count: int, several_loaders: bool) -> Callable[..., Any]:
-    """Return `hook` as a function that takes `count` arguments.
+    """Return `hook` as a function that accepts `count` arguments.
 
-    If the hook takes one argument fewer, the last argument, dataloader_idx, is dropped.
+    If the hook accepts one argument less, the last argument, dataloader_idx, is dropped.
 
-    As in Lightning, a hook with `*args` receives dataloader_idx only with `several_loaders`.
+    As in Lightning, a hook with `*args` receives dataloader_idx only if `several_loaders` is true.
     """
     accepted = signature_of(hook)
     takes_any = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in accepted.parameters.values())

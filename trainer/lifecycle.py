@@ -1,4 +1,4 @@
-"""The beginning and end of a run. All clean-up runs even after an error, and the caller gets the first error."""
+"""The beginning and end of a run. All clean-up runs even after an error, and the caller receives the first error."""
 
 import logging
 import traceback
@@ -65,9 +65,9 @@ def begin(trainer: "Trainer", request: Request) -> Iterator[Run]:
 
 
 def named(run: Call, error: BaseException) -> BaseException:
-    """Return the error to raise.
+    """Return the error to raise: `error`, or an explanation of it.
 
-    For an exit, a debugger or a failed collective, the error names the ranks and the cause.
+    For an exit, a debugger or a failed collective, the explanation reports the ranks and the cause.
     """
     # a preempted run exits with RESUME_ME on purpose, once its checkpoint is complete
     if type(error) is SystemExit and error.code != RESUME_ME and run.loop.remaining == "steps":

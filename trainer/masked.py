@@ -1,4 +1,4 @@
-"""Masked batches: copies of another process's batches, so that all processes run equally many passes.
+"""Masked batches: copies of another process's batches, so that all processes run the same number of passes.
 
 A forward pass that gathers parameters (FSDP) is a collective, so a process with fewer batches must still take part. It
 runs a batch of the process with the most batches and discards the results: the loss is multiplied by zero, logged
@@ -36,7 +36,7 @@ def stand_in(run: Any, step: StepInput) -> None:
 
 
 def train(run: Any, batches: Sequence[ReplicaBatch], last: bool) -> None:
-    """Run training_step and backward on masked batches. With `last`, the final backward pass reduces gradients."""
+    """Run training_step and backward on masked batches. If `last`, the final backward pass reduces gradients."""
     strategy, inputs = run.strategy, run.optimization.loss_inputs
     for left, item in zip(reversed(range(len(batches))), batches, strict=True):
         reduces = last and left == 0
@@ -58,7 +58,7 @@ def evaluate(run: Any, item: ReplicaBatch, step: str, arity: int) -> None:
 
 
 def counted(run: Any, batches: Iterable[ReplicaBatch], step: str, arity: int) -> Iterator[ReplicaBatch]:
-    """Yield the unmasked batches of an evaluation, and run the masked ones in between, until the run is preempted."""
+    """Yield the unmasked batches of an evaluation, and run its masked batches, until the run is preempted."""
     for item in run.preemption.until_preempted(batches):
         if item.masked:
             evaluate(run, item, step, arity)
@@ -69,7 +69,7 @@ def counted(run: Any, batches: Iterable[ReplicaBatch], step: str, arity: int) ->
 
 @contextmanager
 def discarding_effects(run: Any, item: ReplicaBatch) -> Iterator[None]:
-    """Revert changes to metrics and buffers made in this context, and give it separate random numbers."""
+    """Use separate random numbers in this context, and revert its changes to metrics and buffers."""
     metrics, state = run.metrics, run.state
     buffers = list(run.task.buffers())
     # buffers are copied for each masked batch, since another process counts these samples in batch norm

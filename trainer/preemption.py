@@ -1,8 +1,8 @@
-"""Preemption: when a signal asks a run to end, the run saves a checkpoint to resume from, and exits.
+"""Preemption: a run that receives a signal to end saves a checkpoint to resume from, and exits.
 
-The handler only records the signal. The ranks agree on it (processes/agreement.py), so that all stop after the same
-step, or leave the same validation, which a resume repeats. Before the first step there is nothing to save, and a
-signal ends the run at once.
+The handler only records the signal. The ranks then agree (processes/agreement.py) to stop after the same step or during
+the same validation, which a resumed run repeats. Before the first step, there is nothing to save, so a signal ends the
+run immediately.
 """
 
 import logging
@@ -29,7 +29,7 @@ log = logging.getLogger("legato")
 
 
 class Preempted(BaseException):
-    """Raised on all ranks once they agree to end the run; `Preemption` then saves and exits."""
+    """Raised on all ranks when they agree to end the run; `Preemption` then saves and exits."""
 
 
 class Preemption:
@@ -68,15 +68,15 @@ class Preemption:
         self.agreement.agree_next()
 
     def start(self) -> None:
-        """From now on, leave signals to the agreement between ranks."""
+        """Leave the handling of signals to the agreement between ranks from now on."""
         self.started, self.first_step = True, self.trainer.state.global_step
         self.watch.nothing_to_save = False
 
     def expect_end(self, failed: bool) -> None:
-        """While the run closes, record signals without acting on them.
+        """Only record signals from now on, because the run is closing.
 
-        Unless the run failed, recorded signals end the process afterwards.
-        An exception from a handler would skip the rest of the teardown.
+        An exception from a signal handler would skip the rest of the teardown. Unless the run failed, a recorded signal
+        ends the process after the teardown.
         """
         self.started, self.leaving = True, self.leaving or failed
         self.watch.answer()
@@ -87,7 +87,7 @@ class Preemption:
             raise Preempted
 
     def until_preempted(self, batches: Iterable[ReplicaBatch]) -> Iterator[ReplicaBatch]:
-        """Yield the batches of a validation. Raises Preempted, on every rank, if a signal asks any rank to end."""
+        """Yield the batches of a validation. Raises Preempted, on every rank, if any rank receives a signal to end."""
         if not self.started:
             yield from batches
             return

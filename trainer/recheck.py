@@ -31,10 +31,9 @@ BITS = 2**64 - 1
 
 
 class Recheck:
-    """Runs the forward and backward passes of the first and every n-th step twice, and compares hashes.
+    """Computes the forward and backward passes of the first and every n-th step twice, and compares their hashes.
 
-    The second pass logs nothing and restores metrics and generators, so the run continues as it would without that
-    pass.
+    The second computation logs nothing and restores metrics and generators, so it does not affect the run.
     """
 
     def __init__(self, trainer: "Trainer", every: int) -> None:
@@ -52,10 +51,10 @@ class Recheck:
         self.names: dict[Tensor, str] = {}
         """Names of parameters, including the gathered ones of FSDP."""
         self.clean_at = 0
-        """The newest step whose two passes were bitwise identical."""
+        """The latest step whose two passes were bitwise identical."""
 
     def begin_step(self, step: StepInput) -> None:
-        """Before a step's first forward pass, prepare to compute the step twice if it is to be rechecked."""
+        """Before the first forward pass, prepare to compute the step twice if a recheck is due."""
         number, task = self.trainer.global_step, self.trainer.task
         self.stop_watching()  # hooks remain if the task left a step early
         self.step, self.batches, self.before, self.buffers = None, [], [], ReplicaBuffers(None)
@@ -69,7 +68,7 @@ class Recheck:
             ]
 
     def open_batch(self, batch: Any, batch_idx: int) -> None:
-        """Store a batch as it is after the hooks that precede its forward pass."""
+        """Store a batch and the generator states after the hooks that precede its forward pass."""
         if self.step is not None:
             self.batches.append((batch, generator_states()))
 
@@ -100,9 +99,9 @@ class Recheck:
         return hashes
 
     def end_step(self, step: StepInput) -> None:
-        """Compute the step again if it is to be rechecked, and compare. All ranks must call this before the update.
+        """Compute the step again if a recheck is due, and compare the hashes.
 
-        Raises CorruptionError on all ranks if a hash differs.
+        All ranks must call this before the update. Raises CorruptionError on all ranks if a hash differs.
         """
         if step is not self.step:
             return

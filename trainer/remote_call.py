@@ -1,4 +1,4 @@
-"""Runs a call in worker processes: sends it to the workers, and copies their results into the caller's objects."""
+"""Remote calls: run a call in worker processes, and copy the results into the caller's objects."""
 
 import logging
 import time
@@ -66,7 +66,7 @@ class RunResult:
 def needs_workers(trainer: "Trainer", request: Request) -> bool:
     """Return whether this process must start workers: the strategy needs several, and no launcher has started them.
 
-    Also true for a launcher's process that only serves other processes and does not run the loop.
+    Also returns True in a launcher's process that serves other processes instead of running the loop.
     """
     place = find_place(trainer.cluster)
     if place is not None:
@@ -82,7 +82,7 @@ def _batch_holders(trainer: "Trainer") -> int:
 
 
 def run_in_workers(trainer: "Trainer", request: Request) -> Any:
-    """Run the request in workers. Afterwards the caller's task holds the trained weights.
+    """Run the request in workers, and load the trained weights into the caller's task.
 
     Raises the error of the first worker that fails.
     """

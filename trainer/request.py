@@ -32,7 +32,7 @@ class Request:
 
     @classmethod
     def of(cls, stage: str, task: Task, datamodule: DataModule | None, loader: Any = None, **where: Any) -> "Request":
-        """Make a request. As in Lightning, you may pass a data module in place of a loader."""
+        """Create a request. As in Lightning, a data module may be passed in place of the loaders."""
         request = cls(stage, task, datamodule, **where)
         request.take_loaders(**{DOING_OF_STAGE[stage]: loader})
         return request
@@ -48,7 +48,7 @@ class Request:
         keep_outputs: bool | None = False,
         **options: Any,
     ) -> "Request":
-        """Make a request. As in Lightning, a request without a task uses the last run's task with its best weights."""
+        """Create a request. If there is no task, it uses the last run's task with its best weights, as in Lightning."""
         keep_outputs = keep_outputs is not False  # None, Lightning's default of return_predictions, keeps them
         if task is not None:
             return cls.of(stage, task, datamodule, loader, keep_outputs=keep_outputs, **options)
@@ -69,7 +69,7 @@ class Request:
         return getattr(trainer, self.stage)(self.task, self.loaders.get(DOING_OF_STAGE[self.stage]), **where, **options)
 
     def take_loaders(self, **loaders: Any) -> None:
-        """Store the loaders, or the data module passed in place of one."""
+        """Store the loaders, or the data module passed in their place."""
         for stage, loader in loaders.items():
             if isinstance(loader, DataModule):
                 self.datamodule = loader

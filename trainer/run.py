@@ -1,7 +1,8 @@
 """Run: the parts of one call to fit, validate, test or predict, and the methods that the loop calls between steps.
 
-Set-up builds three objects in turn: a `Call` with the parts that exist from the start, a fuller `Call` once the
-processes have met (`setup.join`), and a complete `Run` before the first step (`setup.make_run`). All are immutable.
+Set-up builds three objects in turn: a `Call` with the parts that exist from the start, a more complete `Call` after the
+processes have connected (`setup.join`), and a complete `Run` before the first step (`setup.make_run`). All are
+immutable.
 """
 
 import logging
@@ -58,15 +59,15 @@ class LoopState:
     epoch_skipped: bool = False
     """Whether to skip the rest of the epoch."""
     step: StepInput | None = None
-    """The newest step of this process."""
+    """The latest step of this process."""
     item: ReplicaBatch | None = None
-    """The newest batch of an evaluation in this process."""
+    """The latest batch of an evaluation in this process."""
     outputs: list[tuple[int, int, int, Any]] = field(default_factory=list)
     """The index of the loader, the batch and the replica, and the output, for each batch predicted so far."""
     validated_after: float = 0.0
-    """Elapsed time of the run in seconds at the end of the newest validation or, before the first one, at the start."""
+    """Elapsed time of the run in seconds at the end of the latest validation or, before the first one, at the start."""
     point: tuple[int, dict[str, float]] | None = None
-    """Step and values of the newest logging point."""
+    """Step and values of the latest logging point."""
     samples_of_epoch: dict[str, Any] | None = None
     """The fingerprint's `samples` for the current epoch, if different settings assigned its batches."""
     training_modes: list[tuple[nn.Module, bool]] = field(default_factory=list)
@@ -158,7 +159,7 @@ class Call:
         return self.data.training
 
     def describe_place(self) -> str:
-        """Describe the current stage for messages about logged values."""
+        """Return a description of the current stage for messages about logged values."""
         if self.loop.doing == "sanity_check":
             return "the sanity check"
         return f"{self.loop.doing} at step {self.state.global_step}" if self.stage == "fit" else self.loop.doing
@@ -173,15 +174,15 @@ class Call:
                 raise explained(self.trainer, error) from None
 
     def require_same_weights(self) -> None:
-        """Raise DisagreementError if ranks that must hold equal weights don't. All ranks must call this."""
+        """Raise DisagreementError if weights that must be equal on all ranks differ. All ranks must call this."""
         self.drift.compare(self.state.global_step, self.agreement.elapsed)
 
     def agree_on_stop(self) -> None:
-        """Agree with the other ranks on the elapsed time and whether to stop."""
+        """Agree with the other ranks on the elapsed time and on whether to stop."""
         self.agreement.agree(self.state.global_step, self.trainer.should_stop, self.preemption.signal)
 
     def agree(self) -> None:
-        """Agree with the other ranks between steps. End the run if a signal has asked any rank to end."""
+        """Agree with the other ranks between steps. End the run if any rank has received a signal to end."""
         self.strategy.timeouts.end_startup()
         self.agree_on_stop()
         self.preemption.stop_if_agreed()
@@ -241,7 +242,7 @@ class Run(Call):
         return item.batch if self.transfer is None else self.transfer(item.batch, 0)
 
     def leaves_epoch(self, batch: Any, batch_idx: int) -> bool:
-        """Call on_train_batch_start. Return whether a hook returned -1, which skips the rest of the epoch."""
+        """Call on_train_batch_start. Return True if a hook returned -1, which skips the rest of the epoch."""
         self.loop.epoch_skipped = False
         for hook in self.hooks["on_train_batch_start"]:
             if hook(batch, batch_idx) == -1:
@@ -255,10 +256,10 @@ class Run(Call):
         return self.loop.epoch_skipped
 
     def end_step(self, step: StepInput, output: Any, batch: Any) -> None:
-        """Call on_step_end, then on_train_batch_end for the step's last batch, where callbacks may save.
+        """Call on_step_end, then on_train_batch_end for the step's last batch. Callbacks may save in the second hook.
 
         A process without a batch calls on_train_batch_end only for callbacks that all ranks must call together, and
-        drops the values they log.
+        discards the values that they log.
 
         Args:
             output: training_step's output.
@@ -288,7 +289,7 @@ class Run(Call):
 
     # --- between steps ----------------------------------------------------------------------------------------------
     def write_point(self, values: dict[str, float]) -> None:
-        """Write a logging point on rank 0, at the newest step or at the step of the evaluated checkpoint."""
+        """Write a logging point on rank 0, at the latest step or at the step of the evaluated checkpoint."""
         step, epoch = self.evaluated_point or (self.state.global_step, self.state.epoch)
         # the run's epoch overrides a value that a task logs as "epoch", so that all points of a step agree
         self.loop.point = step, values = step, {**values, "epoch": epoch}
@@ -302,7 +303,7 @@ class Run(Call):
                     getattr(logger, method)(values, step)
 
     def log_point(self) -> Reduced:
-        """Return the newest step's values over all replicas, and agree as `agree_on_stop` does.
+        """Return the latest step's values over all replicas, and agree as `agree_on_stop` does.
 
         If the same ranks do both, one collective carries losses, names, values and requests to stop. Raises
         NonFiniteError, on every rank, if a loss since the last check was not finite.
@@ -335,13 +336,13 @@ class Run(Call):
     def seed_hooks(self, hook: str) -> None:
         """Seed the generators equally on all ranks for a hook.
 
-        Without this, random numbers would depend on each rank's last replica.
+        Otherwise, random numbers would depend on the last replica of each rank.
         """
         state = self.state
         seed_generators(hook_key(state.seed, hook, state.global_step, state.epoch))
 
     def start_training(self) -> None:
-        """Begin or resume training. Without a batch, end the fit without calling the training hooks."""
+        """Begin or resume training. If there is no batch, end the fit without calling the training hooks."""
         self.loop.doing = "train"
         if self.training_data.rounds == 0:
             self.end_fit()
@@ -376,7 +377,7 @@ class Run(Call):
         self.metrics.finish()
 
     def end_steps(self) -> None:
-        """Check the losses of the epoch's steps, and publish the newest step's values if they were not logged.
+        """Check the losses of the epoch's steps, and publish the latest step's values if they were not logged.
 
         Raises DataError if there was no step, TaskError if no step had a loss.
         """
@@ -418,7 +419,7 @@ class Run(Call):
             log.warning("%s", problem)
 
     def hint_at_few_points(self) -> None:
-        """Log a hint if the run is shorter than log_every_n_steps, so that the run logs only its last step."""
+        """Log a hint if the run has fewer steps than log_every_n_steps, so that only its last step is logged."""
         trainer = self.trainer
         steps, every = trainer.estimated_stepping_batches, trainer.log_every_n_steps
         if steps < every and trainer.loggers and trainer.is_global_zero:
@@ -428,13 +429,13 @@ class Run(Call):
             )  # fmt: skip
 
     def show_step(self) -> None:
-        """Publish the newest step's values unless they are already published. All ranks must call this."""
+        """Publish the latest step's values unless this has been done. All ranks must call this."""
         # a logged step is published already
         if self.state.logged_at != self.state.global_step:
             self.trainer.publish(self.metrics.newest_values(), write=False)
 
     def call_epoch_end(self, stage: str) -> None:
-        """Publish the epoch's values and call the hooks that end the epoch, except the late hooks of training."""
+        """Publish the epoch's values and call the hooks that end the epoch; in training, skip late callbacks."""
         self.metrics.suffix, self.metrics.in_step = "", False
         self.metrics.leave_batches(1)  # values logged by such a hook weigh as one batch, for any number of processes
         name = f"on_{stage}_epoch_end"
@@ -454,7 +455,7 @@ class Run(Call):
         )
 
     def save_cut_epoch(self, complete: bool) -> None:
-        """Unless the epoch is `complete`, save before the validation of a run that stops within the epoch."""
+        """Save a checkpoint before the last validation of a run that stops before the epoch is `complete`."""
         for callback in () if complete else self.trainer.checkpoint_callbacks:
             callback.save_cut_epoch(self.trainer)
 
@@ -472,11 +473,11 @@ class Run(Call):
         self.agree_on_stop()
 
     def end_epoch_here(self, samples: dict[str, Any] | None) -> None:
-        """Skip the rest of a resumed epoch whose batches were assigned by different settings, `samples`."""
+        """Skip the rest of a resumed epoch, because different settings (`samples`) assigned its batches."""
         self.loop.epoch_skipped, self.loop.samples_of_epoch = True, samples
 
     def steps_left(self) -> Iterator[StepInput]:
-        """Return the epoch's remaining steps; none if a hook at its start skipped the epoch or ended the run."""
+        """Return the epoch's remaining steps; none if a hook at the start skipped the epoch or ended the run."""
         if self.loop.epoch_skipped or self.schedule.stops_here():
             return iter(())
         return self.training_data.epoch(self.state.epoch, self.state.epoch_steps)

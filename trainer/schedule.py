@@ -1,7 +1,7 @@
 """Schedule: when to validate, step the learning rate schedulers, and end an epoch or the run.
 
-Each event happens exactly once, even after resuming from a checkpoint that any hook has saved, because `State`
-records which events have happened.
+Each event happens exactly once, even if the run resumes from a checkpoint that a hook saved, because `State` records
+which events have happened.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -27,7 +27,7 @@ class Schedule:
     # --- the end ----------------------------------------------------------------------------------------------------
     @property
     def epoch_is_full(self) -> bool:
-        """Whether the epoch's last step is done, if the loader has a length."""
+        """Whether the epoch's last step is done; False if the loader has no length."""
         return self.state.epoch_rounds >= self.trainer.num_training_batches
 
     def is_done(self) -> bool:
@@ -39,8 +39,8 @@ class Schedule:
         """Return whether the run stops after this step: at max_steps, or because the ranks agreed to stop.
 
         Args:
-            agrees: whether to make an agreement with the other ranks if it is time for one, and to save if a signal
-                asked a rank to end.
+            agrees: whether to agree with the other ranks if an agreement is due, and to save if any rank received a
+                signal to end.
         """
         trainer, state, agreement = self.trainer, self.state, self.call.agreement
         # a single process needs no agreement, so it stops after the step in which should_stop was set
@@ -57,9 +57,9 @@ class Schedule:
         return 0 <= trainer.max_steps <= trainer.global_step
 
     def is_last_step(self, epoch_is_over: bool) -> bool:
-        """Return whether the newest step is a logging point because the run ends after it.
+        """Return whether the latest step is a logging point because the run ends after it.
 
-        A run that a signal ends early does not count, because a resume continues it.
+        The result is False if a signal ends the run early, because a resume continues the run.
         """
         if not self.state.epoch_steps:
             return False
@@ -68,7 +68,7 @@ class Schedule:
         return self.stops_here(agrees=False) and not self.call.agreement.signal
 
     def is_point(self) -> bool:
-        """Return whether the newest step is known to be a logging point, even if the end of the data is unknown."""
+        """Return whether the latest step is known to be a logging point, even if the end of the data is unknown."""
         every = self.trainer.log_every_n_steps
         return self.state.global_step % every == 0 or self.is_last_step(self.epoch_is_full)
 
@@ -94,7 +94,7 @@ class Schedule:
                 self.step_by_epoch()
 
     def step_by_epoch(self) -> None:
-        """Step the epoch-interval schedulers without a metric, once per epoch: at its last step if that is known.
+        """Step the epoch-interval schedulers without a metric once per epoch, at the last step if that is known.
 
         This precedes the validation that ends the epoch, so that a checkpoint saved there has the next learning rates.
         """
@@ -112,7 +112,7 @@ class Schedule:
             self.optimization.step_schedulers("step", state.global_step, plateau=True)
 
     def end_epoch(self) -> None:
-        """Step an epoch-interval ReduceLROnPlateau. Only counting the epoch remains after this."""
+        """Step an epoch-interval ReduceLROnPlateau, and mark the epoch as ended. It only remains to be counted."""
         self.optimization.step_schedulers("epoch", self.state.epoch + 1, plateau=True)
         self.state.epoch_ended = True
 
@@ -138,13 +138,13 @@ class Schedule:
             return False
         if every is None:
             return bool(self.seconds() - self.loop.validated_after >= (seconds or 0.0))
-        # of the newest step only: an epoch's last step may have fewer batches than accumulate_grad_batches
+        # of the latest step only: an epoch's last step may have fewer batches than accumulate_grad_batches
         rounds_of_step = state.epoch_rounds - (state.epoch_steps - 1) * self.trainer.accumulate_grad_batches
         # one of a step's several batches may be the one after which validation is due
         return bool(rounds % every < rounds_of_step)
 
     def validation_ends_epoch(self, complete: bool) -> bool:
-        """Return whether to validate now, when the epoch is `complete` or the run was asked to stop within it."""
+        """Return whether to validate now because the epoch is `complete`, or because the run stops within the epoch."""
         state, agreement, epochs = self.state, self.call.agreement, self.trainer.check_val_every_n_epoch
         if "validation" not in self.data.evaluations or state.validated_at == state.global_step:
             return False
@@ -156,7 +156,7 @@ class Schedule:
         return complete and not within_epochs and epochs is not None and is_due_by_epoch
 
     def note_validation(self) -> None:
-        """Record the step and time at which the newest validation ended."""
+        """Record the step and time at which the latest validation ended."""
         self.state.validated_at, self.loop.validated_after = self.state.global_step, self.seconds()
 
     def seconds(self) -> float:

@@ -1,4 +1,4 @@
-"""State: the progress of a run, as a checkpoint stores it."""
+"""State: the progress of a run, as stored in checkpoints."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
@@ -9,7 +9,7 @@ from ..base.errors import CheckpointError
 
 @dataclass
 class State:
-    """Progress of a run. It is saved unchanged; no field depends on the number of processes."""
+    """Progress of a run, stored in checkpoints as it is. No field depends on the number of processes."""
 
     replicas: int = 1
     """Number of logical data-parallel workers, fixed when the run started."""
@@ -32,7 +32,7 @@ class State:
     epoch_ended: bool = False
     """True after `epoch` has ended and before it is counted, so that a checkpoint in between ends it only once."""
     logged_at: int = -1
-    """The step of the newest logging point; -1 if there is none yet."""
+    """The step of the latest logging point; -1 if there is none yet."""
     skipped_steps: int = 0
     """Steps whose update was dropped because their gradient was not finite."""
     skipped_in_a_row: int = 0
@@ -40,11 +40,11 @@ class State:
     optimizer_steps: int = 0
     """Calls to an optimizer's `step` under manual optimization."""
     validated_at: int = -1
-    """The step after which the newest complete validation ran; -1 if there is none yet."""
+    """The step after which the latest complete validation ran; -1 if there is none yet."""
     scheduled_epochs: int = 0
     """Epochs for which the epoch-interval schedulers without a metric have stepped."""
     plateau_step: int = 0
-    """The newest step after which a step-interval ReduceLROnPlateau has stepped."""
+    """The latest step after which a step-interval ReduceLROnPlateau has stepped."""
     weight_scale: float = 0.0
     """The power of two that scales the batch weights returned by training_step; 0 if none has been returned yet."""
 
@@ -54,7 +54,7 @@ class State:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "State":
-        """Read what `to_dict` wrote. Raises CheckpointError for a missing field or a wrong type."""
+        """Create a State from a result of `to_dict`. Raises CheckpointError for a missing field or a wrong type."""
         defaults = {item.name: getattr(cls(), item.name) for item in fields(cls)}
         missing = sorted(defaults.keys() - values.keys())
         if missing:

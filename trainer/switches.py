@@ -1,7 +1,7 @@
 """Everything outside a run that affects its bits: versions, CPU, environment variables, and torch's global switches.
 
 docs/reference/bits.md describes each name. A run records and compares the results of `versions` and `environment`.
-Workers also copy the switches in the SWITCHES table from the caller.
+Workers also copy the caller's values of the switches in the SWITCHES table.
 """
 
 import platform
@@ -30,7 +30,7 @@ class Switch(NamedTuple):
 
 
 def of_attribute(path: str) -> Switch:
-    """Return the switch for an attribute below torch.backends."""
+    """Return the switch for an attribute of torch.backends or of one of its modules."""
     parents, _, name = path.rpartition(".")
     return Switch(
         lambda: attrgetter(path)(torch.backends),
@@ -39,18 +39,18 @@ def of_attribute(path: str) -> Switch:
 
 
 def of_precision(name: str) -> Switch:
-    """Return the switch for a backend's float32 precision, where "none" is read as "ieee", as torch defines it."""
+    """Return the switch for a backend's float32 precision. It reads "none" as "ieee", which torch defines as equal."""
     plain = of_attribute(f"{name}.fp32_precision")
     return Switch(lambda: {"none": "ieee"}.get(value := plain.read(), value), plain.write)
 
 
 def of_library(ask: Callable[..., Any]) -> Switch:
-    """Return the switch for a preferred library, read and written by its name."""
+    """Return the switch for torch's choice of a library, whose value is the library's name."""
     return Switch(lambda: str(ask()).rpartition(".")[2].lower(), ask)
 
 
 def of_split_k(kind: str) -> Switch:
-    """Return the switch for split-K products. torch sets this switch and reduced precision together, as a pair."""
+    """Return the switch for split-K matrix products. torch sets it together with reduced precision, as a pair."""
     reduced = of_attribute(f"cuda.matmul.allow_{kind}_reduced_precision_reduction")
     split_k = of_attribute(f"cuda.matmul.allow_{kind}_reduced_precision_reduction_split_k")
     return Switch(split_k.read, lambda value: reduced.write((reduced.read(), value)))
@@ -152,13 +152,13 @@ def environment() -> dict[str, Any]:
 
 
 def read_switches(names: Iterable[str] = SWITCHES) -> dict[str, Any]:
-    """Return the values of all switches that this torch can read, as JSON values."""
+    """Return the values of all switches that this version of torch can read, as JSON values."""
     values = {name: _value(SWITCHES[name]) for name in names}
     return {name: value for name, value in values.items() if value is not None}
 
 
 def write_switches(values: Mapping[str, Any]) -> None:
-    """Set the switches whose current values differ from these values."""
+    """Set the switches whose current values differ from `values`."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for name, value in values.items():
@@ -189,7 +189,7 @@ def settings(deterministic: bool | str, detect_anomaly: bool, threads: int | Non
 
 
 def _value(switch: Switch) -> Any:
-    """Return the value of a switch; None if this torch has no such switch or cannot read it.
+    """Return the value of a switch; None if this version of torch has no such switch or cannot read it.
 
     torch cannot read a setting if its older and newer switches have different values.
     """

@@ -61,7 +61,7 @@ class Trainer(TrainerView):  # noqa: D101 - arguments and docstring come from Tr
     ) -> None:
         """Train a task.
 
-        `resume="auto"` continues from the newest complete checkpoint under this run name, if there is one, in the same
+        `resume="auto"` continues from the newest complete checkpoint with this run name, if there is one, in the same
         run directory. A path starts a new run directory from that checkpoint. Lightning calls this `ckpt_path`.
         """
         request = Request.of("fit", model, datamodule, source=resume or ckpt_path)
@@ -157,7 +157,7 @@ class Trainer(TrainerView):  # noqa: D101 - arguments and docstring come from Tr
         run.end_step(step, output, batch)  # on every process, even one without a batch
 
     def train_batch(self, step: StepInput, item: ReplicaBatch, batch: Any) -> Any:
-        """Run a batch's forward and backward passes; return training_step's output. A Closure repeats this call."""
+        """Run a batch's forward and backward passes; return training_step's output. A Closure calls this again."""
         run = self.current_run
         hooks, strategy, optimization, is_last = run.hooks, run.strategy, run.optimization, item is step.batches[-1]
         output = strategy.training_step((batch, item.batch_idx)[: run.arity], item.replica, is_last)
@@ -222,7 +222,7 @@ class Trainer(TrainerView):  # noqa: D101 - arguments and docstring come from Tr
         run.agree_on_stop()  # a callback may have set should_stop
 
     def log_step(self) -> None:
-        """Write the newest step's values, which have stayed on their device until now."""
+        """Write the latest step's values, which have remained on their device until now."""
         run, state = self.current_run, self.state
         if state.logged_at == state.global_step:  # the last step may also be a multiple of log_every_n_steps
             return
@@ -231,7 +231,7 @@ class Trainer(TrainerView):  # noqa: D101 - arguments and docstring come from Tr
         self.publish(reduced)
 
     def publish(self, reduced: Reduced, write: bool = True) -> None:
-        """Publish reduced values to callbacks, the progress bar and, with `write`, to loggers."""
+        """Publish reduced values to callbacks and the progress bar and, if `write` is true, to loggers."""
         self.agreed_metrics.update(reduced.tensors())
         self.current_run.metrics.measured_at.update(dict.fromkeys(reduced.all, self.state.global_step))
         self.progress_bar_metrics.update(reduced.progress_bar)
@@ -260,7 +260,7 @@ class Trainer(TrainerView):  # noqa: D101 - arguments and docstring come from Tr
         run.end_validation()
 
     def evaluate_alone(self, stage: str, model: Task | None, *data: Any, **options: Any) -> list[Any]:
-        """Run validate, test or predict. Without a task, use the previous run's task with its best weights."""
+        """Run validate, test or predict. If no task is passed, use the previous run's task with its best weights."""
         request = Request.of_evaluation(self, stage, model, *data, **options)
         if remote_call.needs_workers(self, request):
             outputs: list[Any] = remote_call.run_in_workers(self, request)

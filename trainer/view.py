@@ -36,7 +36,7 @@ class TrainerView(TrainerArguments):
     """Read-only properties of a trainer and its run."""
 
     run: "Call | None"
-    """The newest run; during set-up, the parts built so far."""
+    """The latest run; during set-up, the parts built so far."""
     state: State
     run_dir: Path | None
     assigned_dir: Path | None
@@ -48,14 +48,14 @@ class TrainerView(TrainerArguments):
     command: dict[str, Any]
     """The program's command line and this Trainer's position in the program, which a replay uses to find the fits."""
     lengths: dict[str, Any]
-    """Lengths of the newest run's loaders, by "train", "validation" and so on."""
+    """Lengths of the latest run's loaders, by "train", "validation" and so on."""
     strategy: "Strategy"
     saver: "Saver"
     callbacks: "list[Callback]"
     logger: "Logger | None"
     loggers: "list[Logger]"
     agreed_metrics: "dict[str, Tensor]"
-    """The newest value of each name, equal on all ranks so that they make the same decisions."""
+    """The latest value of each name, equal on all ranks so that they make the same decisions."""
     logged_metrics: dict[str, float]
     progress_bar_metrics: dict[str, float]
 
@@ -78,7 +78,7 @@ class TrainerView(TrainerArguments):
 
     @property
     def stage(self) -> str | None:
-        """The method in progress: "fit", "validate", "test" or "predict"; None otherwise."""
+        """The method in progress: "fit", "validate", "test" or "predict"; None if no method is in progress."""
         return self.run.stage if self.run is not None and self.run.loop.open else None
 
     @property
@@ -139,12 +139,12 @@ class TrainerView(TrainerArguments):
 
     @property
     def num_devices(self) -> int:
-        """Number of devices of this machine that the run uses."""
+        """Number of devices on this machine that the run uses."""
         return len(self.device_list)
 
     @property
     def device_list(self) -> list[torch.device]:
-        """The devices of this machine that the run uses."""
+        """The devices on this machine that the run uses."""
         return find_devices(self.accelerator, self.devices)
 
     @property
@@ -155,7 +155,7 @@ class TrainerView(TrainerArguments):
     # --- the run's parts --------------------------------------------------------------------------------------------
     @property
     def current_run(self) -> "Run":
-        """The newest run, perhaps still in set-up. Raises RuntimeError before the first one."""
+        """The latest run, which may still be in set-up. Raises RuntimeError before the first run."""
         if self.run is None:
             raise RuntimeError("The trainer has no run yet: call fit, validate, test or predict first.")
         return cast("Run", self.run)
@@ -179,7 +179,7 @@ class TrainerView(TrainerArguments):
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """The task's optimizers; empty until set-up has made them."""
+        """The task's optimizers; empty until set-up has created them."""
         return self.current_run.optimization.optimizers if self.current_run.is_complete else []
 
     @property
@@ -189,7 +189,7 @@ class TrainerView(TrainerArguments):
 
     @property
     def lr_scheduler_configs(self) -> list[SchedulerConfig]:
-        """The task's learning rate schedulers, with the times at which they step."""
+        """The task's learning rate schedulers and their settings."""
         return self.current_run.optimization.schedulers if self.current_run.is_complete else []
 
     @property
@@ -220,7 +220,7 @@ class TrainerView(TrainerArguments):
     # --- metrics and lengths ----------------------------------------------------------------------------------------
     @property
     def callback_metrics(self) -> "dict[str, Tensor]":
-        """The newest value of each name, including values that callbacks add."""
+        """The latest value of each logged name, including values that callbacks add."""
         return self.agreed_metrics
 
     def is_measured_now(self, name: str) -> bool:
@@ -267,7 +267,7 @@ class TrainerView(TrainerArguments):
 
     @property
     def estimated_stepping_batches(self) -> int | float:
-        """Optimizer steps of the complete run; infinity if nothing limits it."""
+        """Number of optimizer steps in the complete run; infinity if the run has no limit."""
         epochs = float("inf") if self.max_epochs in (None, -1) else float(self.max_epochs or 0)
         steps = epochs * self.steps_per_epoch if epochs else 0  # 0 * infinity is NaN
         limit = float("inf") if self.max_steps == -1 else self.max_steps
@@ -276,7 +276,7 @@ class TrainerView(TrainerArguments):
 
     @property
     def first_validation_step(self) -> int | None:
-        """Step after which a run that starts now first validates; None if it never validates or the step is unknown."""
+        """Step of the first validation if the run starts now; None if it never validates or the step is unknown."""
         if not sum(self.num_val_batches):
             return None
         every = self.check_val_every_n_epoch
@@ -307,7 +307,7 @@ class TrainerView(TrainerArguments):
         return next((callback for callback in self.callbacks if isinstance(callback, kind)), None)
 
     def _counts(self, stage: str) -> list[int | float]:
-        # of the newest call with such loaders
+        # of the latest call with such loaders
         return list(self.lengths.get(stage, []))
 
     def broadcast(self, value: Any) -> Any:
@@ -319,7 +319,7 @@ class TrainerView(TrainerArguments):
         return gather(self.strategy, self.run, data, group, sync_grads)
 
     def leave_out_update(self) -> None:
-        """Skip the update of this step. Weights and optimizers stay unchanged; the step still counts.
+        """Skip the update of this step. Weights and optimizers remain unchanged, but the step still counts.
 
         All ranks must call this, in a callback's or the task's on_before_optimizer_step, under automatic optimization.
         """

@@ -86,7 +86,7 @@ def test_the_error_names_the_first_module_whose_output_is_not_finite(trainer):
 def test_the_error_names_a_batch_that_is_not_finite_itself(trainer):
     inputs = torch.randn(8, 3)
     inputs[5, 1] = float("nan")
-    with pytest.raises(NonFiniteError, match=r"newest batch \(batch_idx 1\) is itself not finite: batch\[0\]"):
+    with pytest.raises(NonFiniteError, match=r"latest batch \(batch_idx 1\) is itself not finite: batch\[0\]"):
         fit(trainer(log_every_n_steps=2), Tiny(), loader=DataLoader(TensorDataset(inputs, torch.randn(8, 1)), 4))
 
 

@@ -357,7 +357,7 @@ def diverged(where, **options):
 def test_a_non_finite_value_on_one_rank_ends_all_ranks_with_its_name(two):
     batch, weights = two["diverged"]
     assert re.search(r"The loss of step 2 is not finite on another rank.* Rank 1: ", batch)
-    assert "Rank 1: In the newest batch (batch_idx 1)" in batch
+    assert "Rank 1: In the latest batch (batch_idx 1)" in batch
     assert "The weights after step 1 are not finite: narrow.weight" in weights
 
 

@@ -24,8 +24,8 @@ _END = object()
 class CombinedLoader(Iterable[tuple[Any, int, int]]):
     """Several loaders in a dict, list, tuple or any nesting of these; each batch has the same structure.
 
-    In `fit` each loader keeps its own sample order, resume position and augmentation. A combined batch counts the
-    samples of all its loaders.
+    In `fit`, each loader has its own sample order, resume position and random numbers. The number of samples in a
+    combined batch is the sum over all loaders.
     """
 
     def __init__(self, iterables: Any, mode: Mode = "min_size") -> None:
@@ -34,7 +34,7 @@ class CombinedLoader(Iterable[tuple[Any, int, int]]):
         Args:
             mode: "min_size" stops with the shortest loader. "max_size_cycle" stops with the longest and restarts
                 shorter loaders. "max_size" stops with the longest and yields None for exhausted loaders. "sequential"
-                yields the batches of one loader after the other, without nesting.
+                yields all batches of one loader before those of the next, without nesting.
 
         Raises ConfigError for an unknown mode and DataError for an object that is not a loader.
         """
@@ -124,7 +124,7 @@ class CombinedLoader(Iterable[tuple[Any, int, int]]):
 def combined(loaders: Any) -> Any:
     """Wrap a dict, list or tuple of loaders in a CombinedLoader, as `fit` does; return anything else unchanged.
 
-    A list that contains no loader is treated as a list of batches. Any iterable counts as a loader unless it can be
+    A list that contains no loader is treated as a list of batches. Any iterable is treated as a loader unless it can be
     indexed or moved to a device, as batches can.
     """
     if isinstance(loaders, Mapping) or (isinstance(loaders, (list, tuple)) and _has_loader(loaders)):
@@ -135,7 +135,7 @@ def combined(loaders: Any) -> Any:
 def one_after_another(loaders: Any) -> list[Any]:
     """Return an evaluation's loaders as a list, given a loader, a list, a dict or None.
 
-    As in training, a list of batches is a single loader.
+    As in training, a list of batches is treated as a single loader.
     """
     if isinstance(loaders, CombinedLoader) and loaders.mode == "sequential":
         return loaders.flattened
@@ -162,7 +162,8 @@ def loaders_in(loader: Any) -> list[Any]:
 def most_batches(loader: Any) -> int | None:
     """Return the maximum number of batches that a loader may yield in an epoch; None if it has no length.
 
-    With an iterable dataset, each worker of a DataLoader may end with a short batch, which torch's length omits.
+    With an iterable dataset, each worker of a DataLoader may end with a short batch, which the DataLoader's length
+    omits.
     """
     if isinstance(loader, CombinedLoader):
         lengths = [most_batches(part) for part in loader.flattened]
@@ -265,7 +266,10 @@ class CombinedPart(MapLoader):
         return EpochOrder(self.count * self.passes, batches_at, size_of)
 
     def _order_of_pass(self, loader_epoch: int) -> EpochOrder:
-        """Return the order of one of this loader's epochs. Raises DataError if its sampler ignores its length."""
+        """Return the order of one of this loader's epochs.
+
+        Raises DataError if the number of indices that the sampler draws differs from its length.
+        """
         order = self.order(loader_epoch)
         if order.length != self.deal.length:
             raise DataError(
@@ -284,10 +288,11 @@ class CombinedSource:
     batch_size, own_batches = 1, True
 
     def __init__(self, loader: CombinedLoader, seed: int, in_order: bool = False, padded_for: int = 1) -> None:
-        """Build the parts. The first loader has the same order and random numbers as it would alone.
+        """Wrap the loaders. The first one has the same order and random numbers as it would alone.
 
         Args:
-            padded_for: number of replicas for which each loader repeats samples, so that all get batches of equal size.
+            padded_for: number of replicas for which each loader repeats samples, so that all replicas get batches of
+                equal size.
         """
         self.loader = loader
         self.parts = [

@@ -115,10 +115,10 @@ class DealtData:
         return batch if combined is None else combined.pieces(batch)[combined.names.index(name)]
 
     def changed_content(self, before: Mapping[str, Any]) -> list[str]:
-        """Return the loaders whose samples differ from `before`, the resumed run's `content`, and adopt that content.
+        """Return the loaders whose samples differ from `before`, the resumed run's `content`; update `content`.
 
-        Reads each batch twice, in a worker process if the loader has workers. Ignores values that differ between the
-        two reads, and batches that cannot be read.
+        Each batch is read twice, in a worker process if the loader has workers. Values that differ between the two
+        reads, and batches that cannot be read, are ignored.
         """
         self.content, changed = dict(before), list[str]()
         for name, part in self.source.map_loaders().items():
@@ -132,7 +132,7 @@ class DealtData:
         return changed
 
     def steps(self, order: EpochOrder, deal: Deal, start_step: int, batches: Iterator[Any]) -> Iterator[StepInput]:
-        """Yield the steps of an epoch from `start_step` on, filled with `batches` in their order."""
+        """Yield the steps of an epoch from `start_step` on, and take their batches from `batches` in order."""
         replicas, leaders, last = self.dealing.replicas, self.dealing.leaders, deal.steps - 1
         for step in range(start_step, last + 1):
             unmasked, masked = list[ReplicaBatch](), list[ReplicaBatch]()
@@ -235,7 +235,7 @@ class EvaluationData:
         for index, source in enumerate(self.sources):
             if index in shares or (isinstance(source, DealtData) and self._is_share(source, expects_shares)):
                 self._take_share(index)
-        # Whether each replica had a batch in the newest round
+        # Whether each replica had a batch in the latest round
         self.is_full = True
         # Batches of each loader and batches to evaluate, over all replicas; None if unknown
         self.lengths = [

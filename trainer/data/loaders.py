@@ -49,7 +49,7 @@ def opened_loaders() -> list[Any]:
 
 
 def close_loaders(keep: Sequence[Any] = ()) -> None:
-    """Stop the workers of all open iterators not in `keep`, even persistent ones that a traceback keeps alive."""
+    """Stop the workers of all open iterators not in `keep`, even persistent workers that a traceback keeps alive."""
     for batches in opened_loaders():
         if not any(batches is kept for kept in keep):
             end_loader_workers(batches, _open_iterators.pop(batches))
@@ -227,7 +227,7 @@ def set_epoch(loader: Any, epoch: int) -> None:
 
 
 def seed_samplers(key: int, *samplers: Any) -> None:
-    """Seed every generator in samplers and nested samplers, the first with `key` and the others with derived keys."""
+    """Seed every generator in samplers and nested samplers: the first with `key`, the others with derived keys."""
     generators = [part for part in _parts_of(samplers) if isinstance(part, torch.Generator)]
     for number, generator in enumerate(generators):
         generator.manual_seed((mix(key, number) if number else key) >> 1)
@@ -290,7 +290,7 @@ def length_of(loader: Any) -> int | None:
 def require_iterable(loader: Any, name: str, refuses_empty: bool = True) -> None:
     """Raise DataError if `loader` is not iterable or has length 0.
 
-    Without `refuses_empty`, length 0 only causes a warning.
+    If `refuses_empty` is false, length 0 only causes a warning.
     """
     if not hasattr(loader, "__iter__") or isinstance(loader, (str, bytes, Tensor, type)):
         kind = f"the class {loader.__name__}" if isinstance(loader, type) else type(loader).__name__

@@ -40,8 +40,9 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
     """Seed Python's, NumPy's and torch's generators (on all devices) and return the seed.
 
     Args:
-        seed: 0 to 2^32 - 1; None draws one.
-        workers: accepted for compatibility with Lightning; loader workers are always keyed by batch.
+        seed: 0 to 2^32 - 1. If None, a seed is drawn.
+        workers: accepted for compatibility with Lightning; the random numbers of loader workers always depend on the
+            batch.
         verbose: whether to log the seed.
 
     Raises ConfigError for an invalid seed.
@@ -71,7 +72,7 @@ def set_generators(states: tuple[Any, Any, torch.Tensor, list[torch.Tensor]]) ->
 
 
 def same_states(first: tuple[Any, ...], second: tuple[Any, ...]) -> bool:
-    """Return whether two results of `generator_states` are equal, that is, whether nothing was drawn in between."""
+    """Return whether two results of `generator_states` are equal, which means that nothing was drawn in between."""
     tensors = zip((first[2], *first[3]), (second[2], *second[3]), strict=True)
     numpys = np.array_equal(first[1][1], second[1][1]) and first[1][2:] == second[1][2:]
     return bool(first[0] == second[0]) and numpys and all(torch.equal(*pair) for pair in tensors)
@@ -81,8 +82,8 @@ def seed_generators(key: int) -> None:
     """Seed the global generators of Python, NumPy and torch (CPU, and all devices in use) from a key.
 
     Args:
-        key: 0 to 2^64 - 1. Python and accelerators take all 64 bits. NumPy and torch's CPU generator take 32 bits and
-            are the same Mersenne Twister, so each gets a different hash. Two keys collide with probability 2^-32.
+        key: 0 to 2^64 - 1. Python and accelerators use all 64 bits. NumPy and torch's CPU generator use 32 bits and the
+            same algorithm (Mersenne Twister), so each gets a different hash. Two keys collide with probability 2^-32.
     """
     _reseed_python(key)
     _python.gauss_next = None  # the second half of a drawn pair, which random.seed also discards
@@ -111,8 +112,8 @@ def kept_generators() -> Iterator[None]:
 def keyed_generators(key: int) -> Iterator[Callable[[Callable[[], Any]], Any]]:
     """Seed the generators from a key in this context, and restore their states when it ends.
 
-    Yields a function that calls its argument with the outer generators, as if outside the context. The context
-    costs about 170 us, for the generators of Python, NumPy and torch together, so only a replica's step uses it.
+    Yields a function that calls its argument with the outer generators, as if outside the context. The context costs
+    about 170 us for the generators of Python, NumPy and torch together, so it is used only for a replica's step.
     """
     states = generator_states()
 
@@ -136,7 +137,7 @@ class KeyedDataset(Dataset[Any]):
     """Wrapper for a map-style dataset that seeds the generators from seed, epoch and position before fetching a batch.
 
     Augmentation and the collate function thus draw the same numbers in any process. Attributes are read from and set on
-    the wrapped dataset, so that a `worker_init_fn` that opens a file on the dataset reaches the real one.
+    the wrapped dataset, so a `worker_init_fn` can, for example, open a file and store it as an attribute.
     """
 
     def __init__(self, dataset: Any, seed: int | None, calls_set_epoch: bool = False) -> None:

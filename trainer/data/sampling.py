@@ -57,9 +57,9 @@ def epoch_key(seed: int, epoch: int) -> int:
 def permutation(positions: Integers, length: int, key: int) -> Integers:
     """Return the samples at `positions` of the permutation of range(length) selected by a 64-bit key, in O(1) memory.
 
-    Above length 1024: a generalized Feistel network (Luby and Rackoff 1988) on the smallest rectangle of rows x columns
-    that holds the length, with cycle walking for values outside. Up to 1024: the order of hashes ("prefix cipher").
-    Both follow Black and Rogaway 2002, "Ciphers with arbitrary finite domains".
+    Lengths above 1024 use a generalized Feistel network (Luby and Rackoff 1988) on the smallest rectangle of rows x
+    columns that holds the length, with cycle walking for values outside the range. Other lengths use the order of
+    hashes (a "prefix cipher"). Both methods follow Black and Rogaway 2002, "Ciphers with arbitrary finite domains".
     """
     values = np.asarray(positions, dtype=np.int64).view(np.uint64)  # negative positions become huge
     assert not values.size or int(values.max()) < length, "position beyond the end of the epoch"
@@ -99,7 +99,7 @@ def _table(length: int, key: int) -> Integers:
 
 
 def _encrypt(values: UInt64Array, network: _Network) -> UInt64Array:
-    """Apply the network once to each value of [0, rows x columns)."""
+    """Apply the Feistel network once to each value; the values are in [0, rows x columns)."""
     # target < modulus and the hash's remainder < modulus, so one subtraction suffices for the sum
     row, column = np.divmod(values, network.columns)
     for index, key in enumerate(network.keys):
@@ -161,8 +161,8 @@ class Deal:
     """Division of an epoch of `length` positions: one batch per replica and round, `accumulate` rounds per step.
 
     `drop_last` drops the last round unless every replica has a full batch in it. `limit_rounds` ends the epoch early.
-    The last step takes the remaining rounds and may be shorter. With `padded`, all replicas have the same number of
-    positions in the last round: the added positions, fewer than the replicas, repeat the epoch's first samples. If
+    The last step takes the remaining rounds and may be shorter. If `padded` is true, all replicas have the same number
+    of positions in the last round: the added positions, fewer than the replicas, repeat the epoch's first samples. If
     samples are left out, `count` returns the number of remaining samples at positions [start, stop), and empty batches
     are skipped.
     """
@@ -225,7 +225,7 @@ class Deal:
 
         Args:
             leaders: blocks of replicas of other processes. Batches of the block with the most batches are appended
-                until this process has as many.
+                until this process has as many batches.
         """
         # `span` is inlined, as this runs in every step
         full, samples, last, spans, count = self.batch_size, self.samples, self.rounds - 1, [], self.count
@@ -255,7 +255,7 @@ def without(indices: Sequence[Any], left_out: Collection[int]) -> list[Any]:
 
 
 class KeyedIndices(list[Any]):
-    """The dataset indices of one batch, with its epoch and first position, which key random numbers during loading.
+    """The dataset indices of one batch, with the epoch and first position that seed random numbers during loading.
 
     The class is a list, so that any dataset's `__getitems__` accepts it. Both numbers survive pickling to a worker.
     """
@@ -282,7 +282,7 @@ class EpochOrder:
     """The orders of combined loaders, by name."""
 
     def begin_again(self) -> None:
-        """Make positions from `length` on repeat the first positions."""
+        """Extend the order, so that positions from `length` on repeat the first positions."""
         once, length, size_of = self.order, self.length, self.size_of
         self.order = lambda positions: once(positions % length)
         self.size_of = None if size_of is None else lambda position: size_of(position % length)
@@ -307,7 +307,7 @@ class EpochOrder:
 
 
 def keyed_batches(order: EpochOrder, spans: "Sequence[range | BatchSpan]", epoch: int) -> list[KeyedIndices]:
-    """Return the indices of each span of positions."""
+    """Return the dataset indices at each span of positions, with the key of their random numbers."""
     ordered = order.order(np.concatenate([np.arange(span.start, span.stop, dtype=np.int64) for span in spans]))
     indices = ordered.tolist() if isinstance(ordered, np.ndarray) else ordered
     batches, offset, left_out = [], 0, order.left_out
@@ -327,7 +327,8 @@ def keyed_batches(order: EpochOrder, spans: "Sequence[range | BatchSpan]", epoch
 class DealtBatches:
     """A batch sampler that yields one process's batches of one epoch, starting at `start_step`.
 
-    A DataLoader with persistent workers keeps its batch sampler, so its attributes are updated before each epoch.
+    A DataLoader with persistent workers keeps its batch sampler, so the sampler's attributes are updated before each
+    epoch.
     """
 
     deal: Deal

@@ -1,4 +1,4 @@
-"""Shares: determines whether processes read different shares of the data, by comparing the samples they read."""
+"""Shares: detection of processes that read different shares of the data, by comparing the samples they read."""
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
@@ -99,7 +99,7 @@ def read_again(dataset: KeyedDataset, loader: "DataLoader[Any]", batches: list[K
 def read_batches(
     dataset: KeyedDataset, loader: "DataLoader[Any]", batches: list[Any], collate: Any = None
 ) -> list[Any]:
-    """Return batches of a loader's dataset, and leave the generators unchanged."""
+    """Return batches of a loader's dataset without changing the generators."""
     # one worker reads all samples: a probe must not start eight processes
     options = {"num_workers": min(1, loader.num_workers), "persistent_workers": False, "pin_memory": False}
     probe = copy_loader(loader, dataset, batches, options)
@@ -117,7 +117,7 @@ def _repeated(readings: Sequence[tuple[int, ...]]) -> Sample:
 
 
 def differ(ranks: Sequence[Sequence[Sample]]) -> bool:
-    """Return whether most samples differ between ranks; unreadable ones are not compared."""
+    """Return whether most samples differ between ranks. Samples that cannot be read are ignored."""
     compared = [samples for samples in zip(*ranks, strict=False) if None not in samples]
     # most rather than all, as a few samples of any dataset may be equal
     return 2 * sum(map(differs, compared)) > len(compared)
@@ -137,7 +137,7 @@ def are_shares(samples: Mapping[str, list[Sample]], ranks: Ranks, data_rank: int
         samples: this rank's samples by loader name.
         data_rank: this process's rank along the data axis, which is equal on ranks that work on the same batches.
 
-    Raises DataError if such ranks read different data, or if only some of the loaders are shares.
+    Raises DataError if ranks with equal data ranks read different data, or if only some of the loaders are shares.
     """
     every = ranks.gather_objects((data_rank, samples))
     for number in {number for number, _ in every}:
@@ -202,7 +202,7 @@ def _distributed_samplers(loader: Any) -> "list[DistributedSampler[Any]]":
 
 @contextmanager
 def unpadded(loader: Any) -> Iterator[None]:
-    """Make DistributedSamplers yield each sample once in this context, rather than repeat some to even out shares."""
+    """Make DistributedSamplers yield each sample once in this context, instead of repeating samples as padding."""
     before = []
     for sampler in _distributed_samplers(loader):
         length = length_of(sampler.dataset)

@@ -58,7 +58,7 @@ class StepInput:
 
 @dataclass(frozen=True)
 class Dealing:
-    """Settings that assign batches. Within a run, only `process` and the number of processes may change."""
+    """Settings that assign batches to replicas. Within a run, only `process` and the number of processes may change."""
 
     layout: Layout
     process: int
@@ -84,16 +84,16 @@ class Dealing:
 
     @property
     def leaders(self) -> list[range]:
-        """In lockstep, the replicas of each other process that may have the most batches in a step."""
+        """Replicas of each other process that may have the most batches in a step; empty if not in lockstep."""
         # process 0 has the longest block of replicas, but with samples left out, not always the most batches
         processes = range(self.layout.processes if self.left_out else 1) if self.lockstep else ()
         return [self.layout.owned(process) for process in processes if process != self.process]
 
 
 def apply_limit(limit: int | float, count: int | None) -> int | None:
-    """Return how many of `count` batches remain under a limit, a count (int) or a fraction (float).
+    """Return how many of `count` batches remain under a limit, which is a number (int) or a fraction (float).
 
-    None stands for an unknown count.
+    A count or result of None means that the number is unknown.
     """
     # 1 is one batch, 1.0 is all of them
     if isinstance(limit, float):

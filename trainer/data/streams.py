@@ -1,4 +1,7 @@
-"""Streams: iterables other than a plain DataLoader, distributed by batches or read as each process's own share."""
+"""Streams: loaders that are read in order, rather than by position.
+
+`StreamData` distributes whole batches of a stream. `OwnShares` reads a separate share of the data in each process.
+"""
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
@@ -84,7 +87,7 @@ class StreamData:
     def forward_is_keyed(self) -> bool:
         """Whether the generators are still keyed by position in the forward pass, as with one batch per step.
 
-        Reseeding them before the forward pass would cost 10 us.
+        If not, they would have to be reseeded before the forward pass, which costs 10 us.
         """
         alone = self.dealing.accumulate == self.dealing.layout.replicas == 1
         return self.dealing.keyed and alone
@@ -229,7 +232,7 @@ class StreamData:
                 self.tracked.note(batch)
 
     def read_samples(self, epoch: int) -> dict[str, list[Sample]]:
-        """Return the hashes of an epoch's first batch by loader name, and keep the batch for the epoch."""
+        """Return the hashes of an epoch's first batch by loader name, and keep the batch for when the epoch starts."""
         with kept_generators():
             batches = self.open(epoch, 0)
             if self.dealing.keyed:
@@ -247,7 +250,7 @@ class StreamData:
     def changed_content(self, before: Mapping[str, Any]) -> list[str]:
         """Return an empty list, because a stream cannot be read at another position.
 
-        The stream is checked at the position where it continues.
+        It is checked only at the position where it continues.
         """
         return []
 
@@ -262,14 +265,14 @@ class StreamData:
         return {"epoch": self.opened, "ended": self.ended, **place}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore from `state_dict`. The state is used only if the same epoch is opened next."""
+        """Restore a result of `state_dict`, which is used only if the same epoch is opened next."""
         self.restored = state
 
 
 class OwnShares(StreamData):
     """A loader that yields this process's own share of the data; shares may be uneven.
 
-    Each process reads its share as a single process would. The processes agree on the samples of each step in advance,
+    Each process reads its share as in a single-process run. The processes agree on the samples of each step in advance,
     and continue until all shares are exhausted.
     """
 
@@ -286,7 +289,7 @@ class OwnShares(StreamData):
         """Wrap a loader. All ranks must call this.
 
         Args:
-            dealing: the run's settings over all processes.
+            dealing: the settings that assign the run's batches to all processes.
             ranks: the ranks that read shares.
             count: function that counts the samples in a batch.
         """
@@ -341,7 +344,7 @@ class OwnShares(StreamData):
         return {"shares": states} if all(states) else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore from `state_dict`. The state is used only if the same epoch is opened next."""
+        """Restore a result of `state_dict`, which is used only if the same epoch is opened next."""
         if "shares" in state:
             super().load_state_dict(state["shares"][self.run_dealing.process])
 

@@ -63,7 +63,7 @@ class TrackingCollate:
             self.dataset.load_state_dict(state["dataset"])  # type: ignore[attr-defined]
 
     def seed(self) -> None:
-        """Seed the generators for a worker's next batch; the main process seeds them by the batch's position."""
+        """Seed the generators for the next batch in a worker. In the main process, the batch's position seeds them."""
         if self.has_state and self.key is not None and get_worker_info() is not None:
             seed_generators(mix(self.key, self.worker, self.batches))
 
@@ -79,16 +79,16 @@ class TrackingCollate:
 
 
 class TrackedLoader:
-    """A loader whose batches are deliveries. It records the states that the deliveries of the current epoch carry."""
+    """A loader that yields each batch as a `Delivery`, and records the states in the current epoch's deliveries."""
 
     def __init__(self, loader: "DataLoader[Any]") -> None:
         self.loader = loader
         self.has_state = has_state(loader.dataset)
-        # States of each worker before and after its newest batch; the worker of the newest batch of all, and that batch
+        # States of each worker before and after its latest batch; the worker of the latest batch of all, and that batch
         self.states, self.newest, self.batch = dict[int, list[Any]](), 0, None
 
     def open(self, key: int | None, starts: Mapping[int, Any] | None = None) -> Iterator[Delivery]:
-        """Return an iterator over deliveries; for the arguments see `TrackingCollate`."""
+        """Return an iterator over deliveries; see `TrackingCollate` for the arguments."""
         loader, self.states, self.batch = self.loader, {}, None
         collate, before = TrackingCollate(loader, key, starts or {}), (loader.collate_fn, loader.worker_init_fn)
         if not loader.num_workers:
@@ -100,26 +100,26 @@ class TrackedLoader:
             loader.collate_fn, loader.worker_init_fn = before
 
     def note(self, delivery: Delivery) -> None:
-        """Record the state that came with the newest batch."""
+        """Record the dataset state that the latest batch carries."""
         batch, _, worker, state = delivery
         self.states[worker] = [self.states[worker][1] if worker in self.states else None, state]
         self.newest, self.batch = worker, batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the readers' states after the newest noted batch; empty if there are none."""
+        """Return the readers' states after the latest noted batch; empty if there are none."""
         if not self.states:
             return {}
         states = [[worker, *pair] for worker, pair in sorted(self.states.items())]
         return {"states": states, "newest": self.newest, "hashes": list(hashes_of(self.batch))}
 
     def resume(self, key: int | None, saved: Mapping[str, Any], batch_key: int | None) -> Iterator[Delivery] | None:
-        """Return an iterator that continues after the newest batch in `saved`; None if that is not possible.
+        """Return an iterator that continues after the latest batch in `saved`; None if that is not possible.
 
         Args:
             batch_key: the key under which the main process read that batch.
 
-        Workers take turns, always starting with worker 0. Therefore all workers up to the one that made the newest
-        batch start one batch earlier, and these batches are dropped. The newest batch must match the saved hashes. It
+        Workers take turns, always starting with worker 0. Therefore, all workers up to the one that made the latest
+        batch start one batch earlier, and these batches are dropped. The latest batch must match the saved hashes. It
         does not match if the dataset keeps samples outside its state, as in a shuffle buffer.
         """
         states = {worker: pair for worker, *pair in saved["states"]}
@@ -153,10 +153,10 @@ def has_state(dataset: Any) -> bool:
 
 
 def tracked(loader: Any) -> TrackedLoader | None:
-    """Return a TrackedLoader; None if `loader` is not a DataLoader that iterates as torch's does.
+    """Return a TrackedLoader; None if `loader` is not a DataLoader with torch's iteration.
 
-    Also returns None if tracking adds nothing, because a batch from torch's collate functions shows its number of
-    samples.
+    Also returns None if tracking is not needed: batches from torch's collate functions show their number of samples, so
+    only a dataset with a state is tracked.
     """
     if not isinstance(loader, DataLoader) or not iterates_plainly(loader):
         return None

@@ -13,28 +13,28 @@ ALIGNMENT = 64
 
 
 class CopyStream:
-    """Copies batches to a device on a separate stream, so that the next batch arrives while the current one computes.
+    """Separate stream that copies the next batch to a device while the current batch computes.
 
-    No batch is read ahead of its step: the host queues a batch's kernels long before the device runs them, and on
-    another stream the next copy does not wait for those kernels. At most one extra batch takes device memory: before
-    each copy, the host waits for the second-newest batch to finish, while the newest one is still queued.
+    No batch is read ahead of its step. The host queues a batch's kernels long before the device runs them, and a copy
+    on another stream does not wait for these kernels. At most one extra batch occupies device memory: before each copy,
+    the host waits until the device has finished all batches except the latest one.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.stream = device, torch.Stream(device)
-        # Event recorded after the work that was already queued when the newest batch was copied
+        # Event recorded after the work that was already queued when the latest batch was copied
         self.queued: Any = None
 
     def begin_batch(self) -> None:
-        """Wait until there is room for another batch."""
+        """Wait until device memory has room for another batch."""
         before, self.queued = self.queued, torch.accelerator.current_stream(self.device).record_event()
         if before is not None:
             before.synchronize()
 
     def copy(self, batch: Any) -> Any:
-        """Return `batch` with its plain host tensors on the device; everything else stays where it is.
+        """Return `batch` with its plain host tensors copied to the device; everything else is left unchanged.
 
-        Work queued after this call waits for the copy, and the memory is reused only once that work is done.
+        Work queued after this call waits for the copy. The copy's memory is reused only after that work is done.
         """
         computing = torch.accelerator.current_stream(self.device)
 
@@ -69,12 +69,12 @@ def to_device(batch: Any, device: torch.device, copies: CopyStream | None = None
 
 
 def to_host(value: Any) -> Any:
-    """Return `value` with every tensor moved to host memory, so that it takes no device memory and can be sent."""
+    """Return `value` with every tensor moved to host memory, so that it uses no device memory and can be sent."""
     return map_tensors(value, lambda tensor: tensor.cpu(), lambda item: item.to(torch.device("cpu")))
 
 
 def with_allocated_memory(batch: Any) -> Any:
-    """Return `batch` with every tensor aligned as torch allocates it.
+    """Return `batch` with every tensor aligned as if torch had allocated it.
 
     Some CPU kernels sum unaligned data in another order.
     """

@@ -96,7 +96,7 @@ class Metrics:
         self.loaders_of: dict[str, set[int]] = {}
         # Series, value, weight, replica and step of each value that is not read yet
         self.pending: list[tuple[Series, Any, Any, int, int]] = []
-        # `dropped`: the newest step, if it was dropped; its later values are ignored too
+        # `dropped`: the latest step, if it was dropped; its later values are ignored too
         self.batches_of_step, self.dropped = 0, -1
         # Whether to ignore logged values, as for masked batches
         self.muted = False
@@ -110,7 +110,7 @@ class Metrics:
 
     # --- writing: the hot path --------------------------------------------------------------------------------------
     def open(self, stage: str, fresh: bool = True, loaders: int = 1) -> None:
-        """Start logging into `stage`. With `fresh`, drop the stage's earlier values."""
+        """Start logging the values of `stage`. If `fresh` is true, discard the stage's earlier values."""
         if self.pending:
             self.flush()
         self.stage, self.in_step = stage, False
@@ -137,7 +137,7 @@ class Metrics:
         self.replica, self.samples, self.in_batch = self.first_replica, samples, False
 
     def return_to_batch(self, replica: int, samples: int) -> None:
-        """Attribute subsequent values to a batch that was opened before."""
+        """Attribute subsequent values to a batch that was opened earlier."""
         self.replica, self.samples, self.in_batch = replica, samples, True
 
     def open_loader(self, index: int) -> None:
@@ -273,7 +273,7 @@ class Metrics:
                 )  # fmt: skip
 
     def watch(self, loss: Tensor) -> None:
-        """Record a loss for a later check that it is finite."""
+        """Store a loss, to check later whether it is finite."""
         self.losses.append((loss.detach(), self.step))
         if len(self.losses) >= PENDING_LIMIT:
             self._first_bad_loss()
@@ -287,7 +287,7 @@ class Metrics:
         """Return all pending values as numbers, except those of a dropped step."""
         pending = self.pending if self.dropped < 0 else [item for item in self.pending if item[4] != self.dropped]
         self.pending, self.dropped = [], -1
-        # If a series has only per-step values, only those of the newest step are read: each takes a microsecond.
+        # If a series has only per-step values, only those of the latest step are read: each takes a microsecond.
         newest = {series: step for series, _, _, _, step in pending}
         pending = [item for item in pending if item[0].keeps_sums or item[4] == newest[item[0]]]
         if not pending:
@@ -296,7 +296,7 @@ class Metrics:
         return list(zip(series, replicas, to_floats(values), to_floats(weights), steps, strict=True))
 
     def count(self, rows: Iterable[Row]) -> None:
-        """Add values to the sums of the epoch, and to those of their series' newest step."""
+        """Add values to the sums of the epoch, and to the sums of the latest step of series with per-step values."""
         for series, replica, value, weight, step in rows:
             if series.keeps_sums:
                 accumulate(series.sums, replica, series.kind, value, weight)
@@ -306,19 +306,19 @@ class Metrics:
                 accumulate(series.step, replica, series.kind, value, weight)
 
     def drop_step(self) -> None:
-        """Discard all values logged for the newest step, and ignore later ones."""
+        """Discard all values logged for the latest step, and ignore later ones."""
         self.pending = [item for item in self.pending if item[4] not in (self.step, self.dropped)]
         self.dropped = self.step
 
     def check_losses(self) -> None:
-        """Raise NonFiniteError if a loss is not finite, naming the first such step. All ranks must call this."""
+        """Raise NonFiniteError, with the first step concerned, if a loss is not finite. All ranks must call this."""
         first = self._first_bad_loss()
         if self.processes > 1:
             first = self.collectives.all_reduce(torch.tensor([first], dtype=torch.float64), "min").item()
         self._refuse_bad_loss(first)
 
     def _first_bad_loss(self) -> float:
-        """Read the pending losses. Return the first step whose loss is not finite, or NEVER."""
+        """Read the pending losses, and return the first step with a non-finite loss, or NEVER."""
         losses, self.losses = self.losses, []
         for (_, step), value in zip(losses, to_floats([loss for loss, _ in losses]), strict=True):
             if value - value != 0.0 and self.bad_loss is None:
@@ -338,8 +338,8 @@ class Metrics:
     def running_values(self) -> dict[str, float]:
         """Return the progress bar's means over the training epoch so far, read from the device.
 
-        Empty with multiple processes, because each has only its own values. The bar then shows the newest logging
-        point.
+        With several processes, the result is empty, because each process has only its own values. The bar then shows
+        the latest logging point.
         """
         if self.stage != "train" or self.series is None or self.processes > 1:
             return {}
@@ -348,13 +348,13 @@ class Metrics:
         return {series.name: total(series.kind, series.sums) for series in shown}
 
     def newest_values(self) -> Reduced:
-        """Return the newest step's values in the current stage, over all replicas. All ranks must call this."""
+        """Return the latest step's values in the current stage, over all replicas. All ranks must call this."""
         return self.log_point(checks_losses=False, extra=())[0]
 
     def log_point(self, checks_losses: bool, extra: Sequence[float]) -> tuple[Reduced, list[float]]:
-        """Return the newest step's values over all replicas, and the maximum over ranks of each number in `extra`.
+        """Return the latest step's values over all replicas, and the maximum over ranks of each number in `extra`.
 
-        One collective gathers both. With `checks_losses`, this collective also does the work of `check_losses`.
+        A single collective gathers both. If `checks_losses` is true, it also does the work of `check_losses`.
         """
         # negated, since the exchange takes maxima but the first bad step is a minimum
         extra = [-self._first_bad_loss() if checks_losses else -NEVER, *extra]
@@ -363,19 +363,22 @@ class Metrics:
         return sort_out(values, "_step"), maxima[1:]
 
     def gather_step(self, extra: Sequence[float]) -> tuple[list[tuple[Series, float]], list[float]]:
-        """Return the newest step's values over all replicas, and the maxima of `extra`. All ranks must call this."""
+        """Return the latest step's values over all replicas, and the maximum over ranks of each number in `extra`.
+
+        All ranks must call this.
+        """
         self.flush()
         local = {series: series.step for series in self.with_values_of_step()}
         gathered, maxima = self._gather(local, self.batches_of_step == 0, extra)
         return [(series, total(series.kind, sums)) for series, sums in gathered.items()], maxima
 
     def with_values_of_step(self) -> list[Series]:
-        """Return the series with values of the newest step."""
+        """Return the series with values of the latest step."""
         open_series = (self.series or {}).values()
         return [series for series in open_series if series.step_at == self.step and series.step]
 
     def reduce_epoch(self, keep: bool = False) -> Reduced:
-        """Return the current stage's values over the epoch; close the stage unless `keep` is set.
+        """Return the current stage's values over the epoch; close the stage unless `keep` is true.
 
         All ranks must call this.
         """
@@ -402,13 +405,13 @@ class Metrics:
         return self._gather(local, absent)[0]
 
     def is_complete(self, series: Series) -> bool:
-        """Return whether this rank already has the values of all ranks, so that none are exchanged."""
+        """Return whether this rank already has the values of all ranks, so that no exchange is needed."""
         return series.alone
 
     def _read_metrics(self, logged: list[Series], keep: bool) -> None:
         """Compute torchmetrics objects over all ranks, except those without an update since they were last computed.
 
-        With `keep`, their states are kept, so that hooks at the end of an epoch can read them.
+        If `keep` is true, their states are kept, so that hooks at the end of an epoch can read them.
         """
         stale = torch.tensor([series.read_at != updates_within(series.metric) for series in logged], dtype=torch.int32)
         if self.processes > 1 and logged:  # reading is collective: all ranks read a metric that any rank has updated
@@ -431,10 +434,11 @@ class Metrics:
         """Return each series with its sums over all replicas, and the maximum over ranks of each number in `extra`.
 
         Args:
-            local: this rank's series with the sums of its replicas. Series that only other ranks have are created here.
-            absent: whether this rank had no batch, so that it may have logged fewer names.
+            local: this rank's series with the sums of its replicas. Series that only other ranks have are created on
+                this rank.
+            absent: whether this rank had no batch and may therefore have logged fewer names.
 
-        Raises DisagreementError, with ranks and names, if ranks that had batches logged different names.
+        Raises DisagreementError, which lists the ranks and names, if ranks that had batches logged different names.
         """
         if self.processes == 1:
             return local, list(extra)
@@ -456,7 +460,7 @@ class Metrics:
         return local | gathered, [max(column) for column in zip(*extras, strict=True)][1:]
 
     def _require_equal(self, series: Series, values: list[float]) -> None:
-        """Raise DisagreementError if ranks logged different values for a sum that counts once."""
+        """Raise DisagreementError if hooks on several ranks logged different values for a sum that counts once."""
         if series.kind == ONCE and len(set(map(str, values))) > 1:  # as strings, in which NaN equals NaN
             raise DisagreementError(
                 f"log({series.name!r}, reduce_fx='sum') was called in a hook of {self.describe_place()} with "
@@ -467,10 +471,10 @@ class Metrics:
     def compare(self, logged: list[list[int]], absent: list[bool]) -> None:
         """Raise DisagreementError unless all ranks logged the same series in the same order.
 
-        Absent ranks may have logged only some of the series.
+        Ranks without a batch may have logged only some of the series.
 
         Args:
-            logged: the numbers of each rank's series.
+            logged: the numbers that identify the series of each rank.
         """
         descriptions = self.exchange.descriptions
         names = [list(dict.fromkeys(descriptions[number][0] for number in numbers)) for numbers in logged]
@@ -500,10 +504,10 @@ class Metrics:
         return among[key]
 
     def share(self) -> None:
-        """If `shares` is set, give every rank the training values of all ranks. All ranks must call this."""
+        """If `shares` is true, send every rank's training values to all ranks. All ranks must call this."""
 
     def share_step(self) -> None:
-        """If `shares` is set, give every rank all ranks' values of the current step, before the update.
+        """If `shares` is true, send every rank's values of the current step to all ranks before the update.
 
         All ranks must call this.
         """
@@ -544,14 +548,14 @@ class Metrics:
                 metric.reset()
 
     def make_states(self, replicas: list[int], by_replica: bool) -> MetricStates:
-        """Return the states of the task's metrics for these replicas."""
+        """Return the states of the task's metrics for `replicas`."""
         return MetricStates(self.task, replicas, by_replica)
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
     def state_dict(self) -> dict[str, Any]:
         """Return the training epoch's sums so far, over all ranks. All ranks must call this.
 
-        Values that hooks log between steps are omitted: a resumed epoch calls these hooks again.
+        Values that hooks log between steps are omitted, because a resumed epoch calls these hooks again.
         """
         if self.state_at_end is not None:
             return self.state_at_end

@@ -62,7 +62,7 @@ class Series:
 
     @property
     def description(self) -> Description:
-        """The attributes from which another rank or a resumed run creates this series."""
+        """The attributes from which another rank or a resumed run recreates this series."""
         flags = self.on_step, self.on_epoch, self.prog_bar, self.to_loggers
         return (self.name, self.kind, *flags, self.path, self.alone, self.in_step)
 
@@ -151,7 +151,7 @@ def total(kind: str, sums: dict[int, list[float]]) -> float:
 
 
 def sort_out(values: Iterable[tuple[Series, float]], suffix: str) -> Reduced:
-    """Name values and sort them by output. The name of a series logged per step and per epoch gets `suffix`."""
+    """Name values and group them by destination. A series logged per step and per epoch gets `suffix` in its name."""
     reduced = Reduced()
     for series, value in values:
         name = shown = series.name
@@ -197,9 +197,10 @@ Row = tuple[Series, int, float, float, int]
 
 
 class Exchange:
-    """Gathers rows of all ranks in one all_gather, in which a number represents each series.
+    """Exchange of rows between all ranks in one all_gather, in which each series is identified by a number.
 
-    For a new series, or more rows than fit, the ranks first exchange descriptions by pickle. All ranks must call this.
+    If there is a new series, or more rows than fit, the ranks first exchange pickled descriptions. All ranks must call
+    this.
     """
 
     def __init__(self, collectives: Ranks) -> None:
@@ -215,7 +216,7 @@ class Exchange:
     def gather(
         self, rows: Sequence[Row], extra: Sequence[float]
     ) -> tuple[list[list[tuple[int, int, float, float, int]]], list[list[float]]]:
-        """Return every rank's rows, with agreed series numbers, and every rank's `extra`.
+        """Return every rank's rows, with series numbers that all ranks agree on, and every rank's `extra`.
 
         The length of `extra` must be equal on all ranks.
         """

@@ -73,7 +73,7 @@ class MetricStates:
         self.find_metrics()
 
     def find_metrics(self) -> None:
-        """Find the task's metrics. Hooks may have created some since the last call."""
+        """Find the task's metrics. Hooks may have created new ones since the last call."""
         self.by_path = {path: module for path, module in self.task.named_modules() if is_metric(module)}
         self.with_states = {path: metric for path, metric in self.by_path.items() if reductions_of(metric)}
         self.swaps_states |= bool(self.by_path) and (
@@ -92,7 +92,7 @@ class MetricStates:
         return replica in self.replicas
 
     def open_replica(self, replica: int) -> None:
-        """Load the states of a replica into the metrics, and keep the states they held before."""
+        """Store the states that the metric objects contain, and load those of a replica into the objects."""
         replica = replica if self.swaps_states else self.replicas[0]
         if replica != self.replica or self.merged:
             self.save()
@@ -115,9 +115,9 @@ class MetricStates:
                     set_synced(metric, metric.sync_on_compute)
 
     def save(self) -> None:
-        """Store the states that the metrics hold.
+        """Store the states that the metric objects contain.
 
-        Merged states are stored only if a hook has since reset or updated them.
+        Merged states are stored only if a hook has reset or updated them since the merge.
         """
         for path, metric in self.with_states.items():
             count = self.merged.get(path)
@@ -141,7 +141,7 @@ class MetricStates:
         self._load([*self.with_states])
 
     def merge(self, metrics: Iterable[Any], collectives: Ranks) -> None:
-        """Load the merged states of all ranks' replicas into these metrics, until the next batch.
+        """Load the merged states of all ranks' replicas into these metrics, until the next batch starts.
 
         All ranks must call this.
         """
@@ -174,7 +174,7 @@ class MetricStates:
         return {path: {replica: states for rank in ranks for replica, states in rank[path].items()} for path in paths}
 
     def paths_of(self, metrics: Iterable[Any]) -> list[str]:
-        """Return the paths of metrics and their nested metrics in the task; others are omitted."""
+        """Return the paths of metrics and their nested metrics in the task; metrics outside the task are omitted."""
         return [path for path in map(self.path_of, metrics_within(metrics)) if path is not None]
 
     def _own(self, path: str) -> dict[int, States]:
@@ -213,7 +213,7 @@ def updates_within(metric: Any) -> int:
 
 
 def held_by(metric: Any) -> States:
-    """Return the states that a metric holds; lists are copied, since `reset` empties them in place."""
+    """Return the states that a metric contains; lists are copied, because `reset` empties them in place."""
     held = {name: getattr(metric, name) for name in reductions_of(metric)}
     return {
         **{name: list(state) if isinstance(state, list) else state for name, state in held.items()},
@@ -265,8 +265,8 @@ def merged_state(reduction: Any, values: list[Any], counts: list[int]) -> Any:
     """Return one state merged from `values`, in order.
 
     Args:
-        counts: the number of updates of each state. A state without an update counts in sums only, since it may hold no
-            valid number.
+        counts: the number of updates of each state. A state without an update is used only in sums, because it may not
+            contain a valid number.
     """
     if isinstance(values[0], list):
         return [tensor for value in values for tensor in value]

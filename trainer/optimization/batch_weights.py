@@ -36,7 +36,7 @@ class BatchWeights:
         self.strategy, self.state, self.task = trainer.strategy, trainer.state, trainer.task
         # Whether batches have weights; None until the ranks have compared the outputs of their first step
         self.used: bool | None = None
-        # The newest batch's weight, or its number of samples
+        # The latest batch's weight, or its number of samples
         self.newest: Any = 0
         self.sums = torch.zeros(0)
         # Numbers of batches without and with a weight, until the ranks have compared them
@@ -68,8 +68,8 @@ class BatchWeights:
     def divide_gradients(self, step: StepInput) -> Tensor | float:
         """Divide the step's gradients by the sum of its batches' weights. All ranks must call this.
 
-        Returns the divisor, which is 1.0 without weights. Raises TaskError, on all ranks, if only some batches have a
-        weight.
+        Returns the divisor, which is 1.0 if no batch has a weight. Raises TaskError, on all ranks, if only some batches
+        have a weight.
         """
         ranks = self.strategy.data_ranks
         if self.used is False:
@@ -125,7 +125,7 @@ MIXED = (
 
 
 def weight_of(output: Any) -> Any:
-    """Return the weight in training_step's output, as a number or a 0-dim tensor; None without a weight.
+    """Return the weight in training_step's output, as a number or a 0-dim tensor; None if there is no weight.
 
     Raises TaskError for an invalid weight.
     """

@@ -1,4 +1,4 @@
-"""Search for NaN and infinity: weights that must not be saved, and the first bad tensor of the newest batch."""
+"""Search for NaN and infinity, in weights before they are saved and in the tensors of the latest batch."""
 
 import logging
 from collections.abc import Iterator, Mapping
@@ -21,11 +21,11 @@ log = logging.getLogger("legato")
 
 
 def bad_weights(trainer: "Trainer") -> list[str]:
-    """Return the names of non-finite trained parameters on this rank, or else on another rank.
+    """Return the names of this rank's non-finite trained parameters; if there are none, return another rank's.
 
     All ranks must call this.
 
-    Frozen parameters and buffers, such as masks, may be infinite on purpose.
+    Frozen parameters and buffers are not checked, because they may be infinite on purpose, as in masks.
     """
     named, ranks = trainer.task.named_parameters(), trainer.strategy.collectives
     names = bad_names({name: parameter for name, parameter in named if parameter.requires_grad})
@@ -54,9 +54,10 @@ def require_finite(trainer: "Trainer") -> None:
 
 
 def explained(trainer: "Trainer", error: NonFiniteError) -> NonFiniteError:
-    """Return the error with a diagnosis of the newest batch and the task. All ranks must call this.
+    """Return the error with a diagnosis of the latest batch and the task. All ranks must call this.
 
-    The diagnosis comes from the first rank with a non-finite loss, or else from the first rank with findings.
+    The diagnosis comes from the rank with the earliest non-finite loss. If all losses are finite, it comes from the
+    first rank with findings.
     """
     try:
         findings = [*diagnose_forward(trainer), *diagnose_task(trainer.task)]
@@ -92,7 +93,7 @@ def diagnose_task(task: nn.Module) -> list[str]:
 
 
 def diagnose_forward(trainer: "Trainer") -> list[str]:
-    """Rerun the newest batch, and describe the first module with a non-finite output."""
+    """Rerun the latest batch, and describe the first module with a non-finite output."""
     run, ranks = trainer.current_run, trainer.strategy.collectives
     batches = run.loop.step.batches if run.loop.step is not None else []
     # a forward pass may be collective (SyncBatchNorm, all_gather), so either all ranks run it or none
@@ -103,7 +104,7 @@ def diagnose_forward(trainer: "Trainer") -> list[str]:
     bad = bad_names(dict(named_tensors(batch)))
     # also skipped on all ranks if any rank's batch is already bad
     if ranks.any(bool(bad)):
-        place = f"The newest batch (batch_idx {item.batch_idx})"
+        place = f"The latest batch (batch_idx {item.batch_idx})"
         return [f"{place} is itself not finite: {first_names(bad)}."] if bad else []
     culprit = first_bad_module(trainer, item, batch)
     if culprit is None:
@@ -114,14 +115,14 @@ def diagnose_forward(trainer: "Trainer") -> list[str]:
         reason = "whose parameters are not finite"
     else:
         reason = "from finite input" if input_is_finite else "from input that was not finite before any module saw it"
-    place = f"In the newest batch (batch_idx {item.batch_idx})"
+    place = f"In the latest batch (batch_idx {item.batch_idx})"
     return [f"{place}, the first non-finite output is that of {label}, {reason}."]
 
 
 def first_bad_module(trainer: "Trainer", item: ReplicaBatch, batch: Any) -> tuple[str, nn.Module, bool] | None:
-    """Rerun training_step on a batch. Return the first module with a NaN output, or else with an infinite output.
+    """Rerun training_step on a batch. Return the first module with a NaN output, or else an infinite output.
 
-    The bool says whether that module's input was finite.
+    The returned bool is True if the input of this module was finite.
     """
     run = trainer.current_run
     by_kind: dict[bool, tuple[str, nn.Module, bool]] = {}

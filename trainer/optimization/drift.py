@@ -1,4 +1,4 @@
-"""DriftGuard: compares weights between ranks that must hold equal weights, to notice when they drift apart."""
+"""DriftGuard: detects differences between the weights of ranks that must have equal weights."""
 
 import time
 from collections import Counter
@@ -16,9 +16,10 @@ PAUSE_PER_SECOND = 250
 
 
 class DriftGuard:
-    """Compares every parameter bitwise between ranks that must hold equal weights (`Strategy.weight_ranks`).
+    """Bitwise comparison of all parameters between ranks that must have equal weights (`Strategy.weight_ranks`).
 
-    Buffers are not compared, since batch norm's running statistics differ among ranks between steps; rank 0's are used.
+    Buffers are not compared, because batch norm's running statistics differ between ranks within an epoch; rank 0's
+    buffers are used.
     """
 
     def __init__(self, task: nn.Module, ranks: Ranks) -> None:
@@ -26,9 +27,9 @@ class DriftGuard:
         self.restart()
 
     def restart(self) -> None:
-        """Compare again at the next logging point, even if the set of ranks has changed. All ranks must call this."""
+        """Make the next logging point compare the weights, even in a new set of ranks. All ranks must call this."""
         self.compared_at, self.next_time, self.waited = -1, 0.0, 0.0
-        """Step of the newest comparison, agreed time of the next one, and seconds that the newest one waited."""
+        """Step of the latest comparison, agreed time of the next one, and seconds that the latest one waited."""
 
     def compare_if_due(self, step: int, elapsed: float) -> None:
         """Compare the weights after `step` if enough time has passed.
@@ -40,7 +41,7 @@ class DriftGuard:
             self.compare(step, elapsed)
 
     def compare(self, step: int, elapsed: float) -> None:
-        """Compare the weights after `step`, once. Raises DisagreementError if they differ. All ranks must call this."""
+        """Compare the weights once per step. Raises DisagreementError if they differ. All ranks must call this."""
         # a save or the end of training may follow a logging point that has already compared this step
         if self.ranks.size == 1 or self.compared_at == step:
             return
@@ -67,7 +68,7 @@ class DriftGuard:
 
 
 def describe_differing(ranks: Ranks, names: list[str], numbers: list[int]) -> str:
-    """Describe which of these named numbers differ, and on which ranks; "" if none differ. All ranks must call this."""
+    """Describe which of the named numbers differ between ranks; "" if none differ. All ranks must call this."""
     gathered = ranks.gather_objects(numbers)
     if gathered.count(numbers) == len(gathered):
         return ""
@@ -89,7 +90,7 @@ def on_host(parts: list[Tensor]) -> Tensor:
 
 
 def sums_of_bits(tensor: Tensor) -> list[Tensor]:
-    """Return the sum of the bits of each plain tensor in a tensor, read as integers. The sum is exact in any order.
+    """Return, for each plain tensor in a tensor, the sum of its bits as integers. The sum is exact in any order.
 
     On a CPU, torch.hash_tensor reads 5 GB/s, and this function reads 27 GB/s. torch.hash_tensor also uses exclusive or,
     in which two changes of the same bit cancel out.

@@ -56,7 +56,7 @@ def class_of(optimizer: Optimizer) -> str:
 
 
 def require_same_ranks(by_rank: Sequence[Mapping[str, Any]]) -> None:
-    """Raise ConfigError, with a rank and the differences, if the processes of a bitwise run differ in numerics."""
+    """Raise ConfigError, which lists the differences on a rank, if the numerics of a bitwise run differ."""
     first = by_rank[0]
     for rank, here in enumerate(by_rank):
         unequal = [f"{name} is {here[name]!r}, on rank 0 {first[name]!r}" for name in here if here[name] != first[name]]
@@ -71,9 +71,9 @@ def require_same_ranks(by_rank: Sequence[Mapping[str, Any]]) -> None:
 def compile_in_place(task: nn.Module, options: bool | Mapping[str, Any]) -> None:
     """Compile the task's forward and its direct children in place, so that state_dict names stay the same.
 
-    `blocks` (class names) selects modules instead; equal blocks share one compilation. The steps are not compiled,
-    since logging breaks the graph. Raises ConfigError for a class that no module has, or an option unknown to
-    torch.compile.
+    If class names are given as `blocks`, compile the modules of these classes instead; equal blocks share one
+    compilation. The steps are not compiled, because logging breaks the graph. Raises ConfigError for a class that no
+    module has, or an option unknown to torch.compile.
     """
     if options is False:
         return
@@ -88,7 +88,7 @@ def compile_in_place(task: nn.Module, options: bool | Mapping[str, Any]) -> None
 
 
 def _called_children(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield a module's children. The children of a ModuleList or ModuleDict, which is never called, take its place."""
+    """Yield a module's children. A ModuleList or ModuleDict is never called, so its children are yielded instead."""
     for child in module.children():
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
             yield from _called_children(child)
@@ -111,9 +111,10 @@ def compile_forwards(task: nn.Module, options: Mapping[str, Any]) -> None:
 def give_forwards(
     modules: Iterable[nn.Module], forward_of: Callable[[type[nn.Module]], Callable[..., Any]]
 ) -> list[tuple[nn.Module, type[nn.Module]]]:
-    """Change each module to a subclass whose forward is `forward_of(class)`. Return the modules and their classes.
+    """Change the class of each module to a subclass whose forward is `forward_of(class)`.
 
-    Unlike a wrapper, a subclass preserves the names in the state dict, hooks, copies and `isinstance` checks.
+    Returns the modules and their original classes. Unlike a wrapper, a subclass preserves the names in the state dict,
+    hooks, copies and `isinstance` checks.
     """
     before = [(module, type(module)) for module in modules]
     kinds = {
@@ -150,7 +151,7 @@ def read_compile(options: bool | Mapping[str, Any]) -> tuple[list[str] | None, d
 def modules_named(task: nn.Module, names: str | Sequence[str], option: str) -> list[nn.Module]:
     """Return the modules whose class or base class has one of these names, outer modules first.
 
-    Raises ConfigError, with `option` and the most similar class names, if a name matches no module.
+    Raises ConfigError if a name matches no module. The error shows `option` and suggests the most similar class names.
     """
     wanted = {names} if isinstance(names, str) else set(names)
     modules, missing = [], set(wanted)
@@ -173,9 +174,10 @@ def modules_named(task: nn.Module, names: str | Sequence[str], option: str) -> l
 def recompute(task: nn.Module, names: str | Sequence[str]) -> list[tuple[nn.Module, type[nn.Module]]]:
     """Checkpoint the activations of blocks: the backward pass recomputes everything except their inputs.
 
-    After Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost" (https://arxiv.org/abs/1604.06174), with
-    torch.utils.checkpoint. Random numbers are replayed, and only the first forward pass updates buffers (batch norm),
-    so the result is bitwise identical. Returns the argument for `restore_classes`, which undoes this.
+    The method follows Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"
+    (https://arxiv.org/abs/1604.06174), and uses torch.utils.checkpoint. Random numbers are replayed, and only the first
+    forward pass updates buffers (batch norm), so the result is bitwise identical. Returns the argument for
+    `restore_classes`, which undoes this.
 
     Raises ConfigError for a class that no module has.
     """
@@ -196,7 +198,7 @@ def _recomputing(kind: type[nn.Module]) -> Callable[..., Any]:
 
 @contextmanager
 def _on_copies_of_buffers(block: nn.Module) -> Iterator[None]:
-    """Replace a block's buffers with copies, which are dropped on exit."""
+    """Replace a block's buffers with copies in this context."""
     buffers = [(module, *item) for module in block.modules() for item in module.named_buffers(recurse=False)]
     try:
         for module, name, buffer in buffers:

@@ -9,7 +9,7 @@ from ...base.errors import ConfigError, TaskError, correction, first_names
 
 
 def require_parameters(task: nn.Module) -> None:
-    """Raise TaskError for a task without parameters; torch only reports that an optimizer got an empty list."""
+    """Raise TaskError if a task has no parameters. torch would only report an empty parameter list."""
     if next(task.parameters(), None) is None:
         raise TaskError(
             f"{type(task).__name__} has no parameters, so configure_optimizers has nothing to train. Assign modules to "
@@ -30,7 +30,7 @@ def require_sendable(task: nn.Module) -> None:
 
 
 def require_dense_gradients(task: nn.Module, reasons: Sequence[str]) -> None:
-    """Raise ConfigError for modules with sparse gradients if any config settings (`reasons`) rule these out."""
+    """Raise ConfigError for modules with sparse gradients if config settings (`reasons`) do not support them."""
     names = [
         name
         for name, module in task.named_modules()
@@ -51,7 +51,7 @@ def sparse_weights(task: nn.Module) -> set[nn.Parameter]:
 
 
 def require_told_sparse(task: nn.Module) -> None:
-    """Raise TaskError for a sparse gradient outside Embedding(sparse=True), which several processes cannot reduce."""
+    """Raise TaskError for a sparse gradient outside Embedding(sparse=True), which processes cannot reduce."""
     declared = sparse_weights(task)
     for name, parameter in task.named_parameters():
         if parameter.grad is not None and parameter.grad.is_sparse and parameter not in declared:

@@ -70,8 +70,8 @@ class Optimization:
         self.needs_closure = self.are_cleared = False
         # Graphs made by torch's compiler before this run's first step: a larger count shows that it compiles
         self.graphs = count_graphs()
-        self.epoch = self.regrouped_at = -1  # epoch of the newest step; step before which parameters were (un)frozen
-        # Under manual optimization: the newest step, and the number of updates within it
+        self.epoch = self.regrouped_at = -1  # epoch of the latest step; step before which parameters were (un)frozen
+        # Under manual optimization: the latest step, and the number of updates within it
         self.updates = 0, 0
         # Under manual optimization: optimizers that have stepped since the loss scale was last updated
         self.stepped: list[Optimizer] = []
@@ -88,7 +88,7 @@ class Optimization:
         # a scaled gradient may overflow harmlessly: only a non-finite loss then shows a real problem
         scaled = self.strategy.precision.scaler is not None
         self.watches_losses = trainer.nan == "raise" or (trainer.nan == "skip" and scaled)
-        # Index and share of each loss of the newest step, if a closure returns them; else None
+        # Index and share of each loss of the latest step, if a closure returns them; else None
         self.losses: list[tuple[int, Tensor]] | None = [] if self.own_optimizer_step else None
         # With several losses, the parameters that the gradient of each one reaches; None: all
         self.loss_inputs: list[list[nn.Parameter] | None] = [None]
@@ -97,9 +97,9 @@ class Optimization:
             self.loss_inputs = [optimizer_parameters(optimizer) for optimizer in self.optimizers]
 
     def _find_draws(self) -> tuple[bool, bool, bool]:
-        """Return whether updates, hooks before updates, and hooks before steps may draw random numbers.
+        """Return whether random numbers may be drawn in updates, in hooks before updates, and in hooks before steps.
 
-        If so, the generators must be seeded.
+        Where they may, the generators must be seeded.
         """
         if self.trainer.reproducible == "off":
             return False, False, False
@@ -125,7 +125,7 @@ class Optimization:
         self.manual_optimizers[:] = [ManualOptimizer(optimizer, self) for optimizer in optimizers]
 
     def restart(self) -> None:
-        """Check the next step like the first one, since the set of ranks has changed."""
+        """Check the next step like the first one, because the set of ranks has changed."""
         self.checks_first, self.weights.used = True, None
 
     def begin_training(self) -> None:
@@ -160,7 +160,7 @@ class Optimization:
 
     @contextmanager
     def evaluated_weights(self) -> Iterator[None]:
-        """Switch optimizers to the weights for evaluation in this context, within an evaluation or outside of one."""
+        """Switch optimizers to their evaluation weights in this context, even outside of an evaluation."""
         changed = self.begin_evaluation()
         try:
             yield
@@ -314,7 +314,7 @@ class Optimization:
         self.task.optimizer_step(self.state.epoch, batch_idx, wrapped, self.make_closure(step, optimizer))
 
     def loss_of_step(self, optimizer: Optimizer) -> Tensor | None:
-        """Return an optimizer's loss in the newest step: the mean over the samples of this process's batches."""
+        """Return an optimizer's loss in the latest step: the mean over the samples of this process's batches."""
         losses, number = self.losses or (), self.optimizers.index(optimizer)
         is_shared = all(index == 0 for index, _ in losses)  # a single loss trains the parameters of all optimizers
         shares = [share for index, share in losses if is_shared or index == number]
@@ -341,10 +341,10 @@ class Optimization:
         return calls if step == self.state.global_step else 0
 
     def step_schedulers(self, interval: str, count: int, plateau: bool) -> None:
-        """Step the learning rate schedulers that update after `count` intervals ("step" or "epoch").
+        """Step the learning rate schedulers that are due after `count` intervals ("step" or "epoch").
 
         Args:
-            plateau: whether to step the schedulers that take a metric, or the other schedulers.
+            plateau: True to step the schedulers that use a metric, False to step the others.
         """
         if not self.automatic:
             return
@@ -357,7 +357,7 @@ class Optimization:
                     self.task.lr_scheduler_step(config.scheduler, metric)
 
     def publish_newest(self) -> None:
-        """Update `agreed_metrics`, which may be up to log_every_n_steps steps old, to the newest step.
+        """Update `agreed_metrics`, which may be up to log_every_n_steps steps old, to the latest step.
 
         All ranks must call this.
         """
@@ -446,9 +446,9 @@ class Optimization:
         return evaluate
 
     def update_scale(self) -> None:
-        """Update the loss scale, once all optimizers have used the scaled gradients.
+        """Update the loss scale after all optimizers have used the scaled gradients.
 
-        It is called before the first backward pass after a step, and at the end of training_step.
+        This is called before the first backward pass that follows an optimizer step, and at the end of training_step.
         """
         self.stepped.clear()
         self.strategy.precision.update()
@@ -486,7 +486,7 @@ def wrapper_class(wrapper: Any, kind: Any) -> Any:
 
 
 class ManualOptimizer:
-    """Optimizer as returned by `Task.optimizers()`; its `step` reduces and unscales gradients through the strategy.
+    """Optimizer returned by `Task.optimizers()`; its `step` reduces and unscales gradients through the strategy.
 
     All other attributes are those of the optimizer. The object is also an instance of the optimizer's class.
     """

@@ -21,12 +21,12 @@ TRAINED = "trained_weights"
 
 
 def has_modes(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer has different weights for training and evaluation, set by `train` and `eval`."""
+    """Return whether an optimizer has different weights for training and evaluation, selected by `train` and `eval`."""
     return all(callable(getattr(optimizer, mode, None)) for mode in ("train", "eval"))
 
 
 def to_evaluation(optimizer: Any) -> bool:
-    """Switch an optimizer with modes to its weights for evaluation; return False if it need not switch."""
+    """Switch an optimizer with modes to its weights for evaluation; return False if there is nothing to switch."""
     states = [(item, optimizer.state[item]) for item in optimizer_parameters(optimizer) if optimizer.state.get(item)]
     # before the first step, both weights are equal, and eval() may fail
     if not states or any(TRAINED in state for _, state in states):
@@ -49,7 +49,7 @@ def to_training(optimizer: Any) -> None:
 
 
 def may_draw(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer may draw random numbers; those of torch.optim don't."""
+    """Return whether an optimizer may draw random numbers; the optimizers in torch.optim don't."""
     # other optimizers might, and seeding the generators only costs microseconds
     return not f"{type(optimizer).__module__}.".startswith("torch.optim.")
 

@@ -1,6 +1,6 @@
 """Precision: dtype of the weights, autocast and gradient scaling.
 
-It follows PyTorch's automatic mixed precision (https://docs.pytorch.org/docs/stable/amp.html, with examples at
+The design follows PyTorch's automatic mixed precision (https://docs.pytorch.org/docs/stable/amp.html, with examples at
 https://docs.pytorch.org/docs/stable/notes/amp_examples.html):
 
     32-true, 64-true       everything in that dtype
@@ -59,21 +59,21 @@ class Precision:
             self.forward_context = partial(_default_dtype, self.weights_dtype)
 
     def cast_anew(self) -> None:
-        """Make autocast cast weights at each use, since an optimizer step within a step makes cached casts stale."""
+        """Make autocast cast weights at each use, because an update within training_step makes cached casts stale."""
         if self.autocast_dtype is not None:
             self.forward_context = partial(_cast_anew, self.forward_context)
 
     def place(self, module: nn.Module) -> None:
         """Convert floating-point parameters and buffers of `module` in place, for a true precision other than 32-true.
 
-        Parameters stay the same objects, so optimizers that hold them stay valid.
+        The parameters remain the same objects, so existing optimizers remain valid.
         """
         if self.weights_dtype is not None:
             # Module.double() and its like convert floating point tensors only: indices in buffers stay
             _CAST[self.weights_dtype](module)
 
     def convert_batch(self, batch: Any) -> Any:
-        """Return `batch` with floating-point tensors in the weights' dtype; the same object for 32-true and mixed."""
+        """Return `batch` with its floating-point tensors in the weights' dtype; unchanged for 32-true and mixed."""
         dtype = self.weights_dtype
         return batch if dtype is None else map_tensors(batch, lambda t: t.to(dtype) if t.is_floating_point() else t)
 
@@ -93,7 +93,7 @@ class Precision:
             self.scaler.unscale_(optimizer)
 
     def step(self, optimizer: torch.optim.Optimizer, **options: Any) -> None:
-        """Step the optimizer; with scaling, skip it if a gradient is infinite or NaN."""
+        """Step the optimizer; with gradient scaling, skip the step if a gradient is infinite or NaN."""
         if self.scaler is None:
             optimizer.step(**options)
         elif self._has_gradient(optimizer):
@@ -121,9 +121,9 @@ class Precision:
         return {} if self.scaler is None else self.scaler.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore from `state_dict`.
+        """Restore the scaler's state.
 
-        Without a state the scaler stays new, and without a scaler the state is ignored, so that a run may resume in
+        An empty state leaves the scaler unchanged. If there is no scaler, the state is ignored, so a run can resume in
         another precision.
         """
         if self.scaler is not None and state:

@@ -1,4 +1,4 @@
-"""WeightWatch: finds weights that change between updates, in the first steps of a run."""
+"""WeightWatch: detects weights that change between updates, in the first steps of a run."""
 
 from torch import Tensor, nn
 
@@ -9,12 +9,13 @@ WATCHED_STEPS = 3
 
 
 class WeightWatch:
-    """Compares weights before the first forward pass of a step with weights before its update.
+    """Detector of weights that change between the first forward pass of a step and its update.
 
     training_step and the hooks around it run once per replica, so weights that they change would depend on the
-    assignment of replicas to processes. Version counters reveal a write that changes no value yet, such as the first
-    update of a teacher model that starts as a copy. Values reveal a write through `.data`, which does not change the
-    version. Values are only read in the first step, because reading values synchronizes with the device.
+    assignment of replicas to processes. Version counters detect a write that does not change any value yet, such as the
+    first update of a teacher model that starts as a copy. Comparing values detects a write through `.data`, which does
+    not change the version counter. Values are compared only in the first step, because reading them synchronizes with
+    the device.
     """
 
     def __init__(self, task: nn.Module) -> None:
@@ -22,7 +23,7 @@ class WeightWatch:
         self.before: dict[str, list[int]] = {}
 
     def begin_step(self) -> None:
-        """Record the marks of all weights."""
+        """Record the version counters and values of all weights."""
         self.before = self._marks()
 
     def end_step(self) -> tuple[list[str], list[str]]:
@@ -34,7 +35,7 @@ class WeightWatch:
         return [name for name in changed if name in parameters], [name for name in changed if name not in parameters]
 
     def _marks(self) -> dict[str, list[int]]:
-        """Return marks for parameters, and for floating-point buffers outside torch's modules."""
+        """Return version counters and values of parameters, and of floating-point buffers outside torch's modules."""
         # cuDNN's recurrent layers move their weights into one block of memory in forward
         recurrent = [module for module in self.task.modules() if isinstance(module, nn.RNNBase)]
         moved = {id(parameter) for module in recurrent for parameter in module.parameters()}

@@ -1,4 +1,4 @@
-"""Finds and checks the loaders of a stage, and distributes their batches over processes and replicas."""
+"""The loaders of a stage: they are found, checked, and distributed over processes and replicas."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -48,10 +48,10 @@ def prepare_data(call: Call) -> None:
 
 
 def make_loaders(call: Call, begun: Mapping[str, Any] | None = None) -> None:
-    """Get and distribute the loaders for this stage.
+    """Get the loaders for this stage and distribute their batches.
 
     Args:
-        begun: the fingerprint's samples, if the run resumes.
+        begun: the samples section of the checkpoint's fingerprint, if the run resumes.
     """
     trainer = call.trainer
     if call.loop.doing == "train":
@@ -73,7 +73,7 @@ def make_loaders(call: Call, begun: Mapping[str, Any] | None = None) -> None:
 
 
 def plan_validation(call: Call) -> None:
-    """Compute the number of batches per replica, or seconds, between validations; None means at the end of epochs."""
+    """Compute the number of batches per replica, or seconds, between validations. None means: at the end of epochs."""
     interval, over_epochs = call.trainer.val_check_interval, call.trainer.check_val_every_n_epoch is None
     if "validation" not in call.data.evaluations:
         return
@@ -122,7 +122,7 @@ def require_same_lengths(call: Call) -> None:
 
 
 def make_training_data(call: Call, begun: Mapping[str, Any] | None = None) -> None:
-    """Get and distribute the training loader. For `begun`, see `make_loaders`."""
+    """Get the training loader and distribute its batches. For `begun`, see `make_loaders`."""
     trainer, loaders = call.trainer, find_loader(call, "train")
     loader = combined(loaders)
     if loader is None:
@@ -199,7 +199,7 @@ def samples_left_out(wanted: list[int] | None, loader: Any) -> frozenset[int]:
 
 
 def make_evaluation_data(call: Call, stage: str) -> None:
-    """Get and distribute the loaders for an evaluation."""
+    """Get the loaders for an evaluation and distribute their batches."""
     trainer, trains = call.trainer, call.loop.doing == "train"
     # as in Lightning, overfit_batches also limits a fit's validation
     limit_name = "overfit_batches" if trains and trainer.overfit_batches else LIMIT_OF[stage]
@@ -259,10 +259,10 @@ def require_length(loader: Any, name: str, limit: int | float) -> None:
 
 
 def origin_of_shares(call: Call, source: TrainingData, begun: Mapping[str, Any] | None) -> str:
-    """Return the reason to treat the training loader as each process's own share; "" if Legato distributes it.
+    """Return why each process's training loader is assumed to yield its own share; "" if Legato distributes it.
 
     Args:
-        begun: the fingerprint's samples, if the run resumes.
+        begun: the samples section of the checkpoint's fingerprint, if the run resumes.
     """
     trainer, ranks = call.trainer, call.strategy.data_ranks
     if ranks.size > 1 and not trainer.use_distributed_sampler:
@@ -288,7 +288,7 @@ def shares_of_evaluation(call: Call, loaders: Sequence[Any]) -> set[int]:
 
 
 def require_shares_fit(call: Call, origin: str) -> None:
-    """Raise ConfigError if the run does not support shares, which depend on the number of processes."""
+    """Raise ConfigError if this run does not support a separate share of the data in each process."""
     replicas, processes = call.state.replicas, call.strategy.data_ranks.size
     if call.strategy.lockstep:
         raise ConfigError(LOCKSTEP)
@@ -327,7 +327,7 @@ def dealing(call: Call) -> Dealing:
 
 
 def make_transfer(call: Call) -> Callable[[Any, int], Any] | None:
-    """Return the function that moves batches, or None if none is needed. The data module's hooks precede the task's."""
+    """Return the function that moves batches; None if they need no move. A data module's hooks override the task's."""
     owners: list[DataHooks | None] = []
     for name in ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"):
         sources = ((call.datamodule, DataModule), (call.task, Task))

@@ -1,4 +1,4 @@
-"""The start of a call: its run directory, and the checkpoint from which it resumes or takes weights."""
+"""The start of a call: its run directory, and the checkpoint from which it resumes or loads weights."""
 
 import logging
 from collections.abc import Collection
@@ -54,9 +54,9 @@ class Start:
 
 
 def find_start(call: Call, request: Request) -> tuple[Start, dict[str, Any] | None]:
-    """Find and read the checkpoint, and make the run directory. Return the start, and the checkpoint's contents.
+    """Find and read the checkpoint, and create the run directory. Return the start and the checkpoint's contents.
 
-    Rank 0 decides for all. If the newest checkpoint of a folder is damaged, rank 0 chooses the next older checkpoint.
+    Rank 0 decides for all ranks. If the newest checkpoint in a folder is damaged, rank 0 chooses the next older one.
     """
     trainer, strategy, damaged = call.trainer, call.strategy, list[Location]()
     ranks, saved = strategy.collectives, None
@@ -95,14 +95,14 @@ def find_start(call: Call, request: Request) -> tuple[Start, dict[str, Any] | No
 
 
 def weight_names(task: Task) -> set[str]:
-    """Return the names of a task's weights without a custom `state_dict`, which may need objects made in `setup`."""
+    """Return the names of a task's weights without calling its `state_dict`, which may need objects made in `setup`."""
     return set(nn.Module.state_dict(task))
 
 
 def find_source(trainer: "Trainer", request: Request, damaged: Collection[Location] = ()) -> Start:
-    """Return the checkpoint to start from, ignoring `damaged` ones, and the run directory that a resume locks.
+    """Return the checkpoint to start from, ignoring `damaged` ones, and the run directory to lock for a resume.
 
-    The sizes of the checkpoint's files are checked here, and their checksums when the files are read.
+    This function checks the sizes of the checkpoint's files. Their checksums are checked when the files are read.
     """
 
     def check(path: Location) -> bool:
@@ -126,7 +126,7 @@ def find_source(trainer: "Trainer", request: Request, damaged: Collection[Locati
 
 
 def with_directory(trainer: "Trainer", request: Request, start: Start) -> Start:
-    """Add the run directory to a start, and create and lock it if needed."""
+    """Add the run directory to a `Start`. Create and lock the directory if needed."""
     directory, source, stage = trainer.run_dir or start.directory, start.source, request.stage
     last = None if directory == trainer.assigned_dir else directory
     if source is not None and last is not None and last.parent.parent.name == EVALUATIONS:
@@ -150,9 +150,9 @@ def with_directory(trainer: "Trainer", request: Request, start: Start) -> Start:
 
 
 def evaluation_directory(trainer: "Trainer", stage: str, source: Location) -> Path | None:
-    """Make an evaluation's directory in the run whose checkpoint it uses: RUN/evaluations/STAGE/version_N.
+    """Create an evaluation's directory in the run whose checkpoint it uses: RUN/evaluations/STAGE/version_N.
 
-    Return None if that run is not below `default_root_dir`, or its directory is not writable.
+    Return None if that run is not below `default_root_dir`, or if its directory is not writable.
     """
     run = places.run_of(source, to_location(trainer.default_root_dir), trainer.run_name)
     try:
@@ -174,7 +174,7 @@ def folders_elsewhere(trainer: "Trainer", request: Request) -> list[Location]:
 
 
 def named_checkpoint(trainer: "Trainer", name: Any, is_fit: bool) -> Location:
-    """Return the location of a checkpoint, from a path or from "last" or "best" of the Checkpoint callback."""
+    """Return the location of a checkpoint, given as a path or as "last" or "best" of the Checkpoint callback."""
     callback = trainer.checkpoint_callback
     last, best = ("", "") if callback is None else (callback.last_model_path, callback.best_model_path)
     if name == "best" and last and not best:

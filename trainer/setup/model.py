@@ -21,10 +21,10 @@ log = logging.getLogger("legato")
 
 
 def make_run(call: Call, saved: dict[str, Any] | None) -> Run:
-    """Call the setup hooks, move the task to its devices and load its weights; make loaders, optimizers and the run.
+    """Call the setup hooks, move the task to its devices and load its weights; create loaders, optimizers and the run.
 
     Args:
-        saved: the checkpoint's contents, whose weights are dropped once they are loaded.
+        saved: the checkpoint's contents. Its weights are dropped after they are loaded.
     """
     trainer, task, stage, strategy = call.trainer, call.task, call.stage, call.strategy
     prepare_data(call)
@@ -72,7 +72,7 @@ def make_run(call: Call, saved: dict[str, Any] | None) -> Run:
 
 
 def find_numerics(call: Call, optimization: Optimization) -> dict[str, Any]:
-    """Return the settings that change the bits of results; under `bitwise`, every rank must have the same."""
+    """Return the settings that change the bits of results; under `bitwise`, all ranks must have the same settings."""
     strategy, options = call.strategy, call.trainer.compile
     numerics = kernels.numerics(optimization.optimizers, strategy.precision.name, strategy.device, options)
     numerics |= {"micro_batches": strategy.micro_batches, "tensor_shards": strategy.tensor_shards}
@@ -82,9 +82,9 @@ def find_numerics(call: Call, optimization: Optimization) -> dict[str, Any]:
 
 
 def show_checkpoint(call: Call, saved: dict[str, Any]) -> None:
-    """Call the task's on_load_checkpoint, which may convert the contents for callbacks, and then that of the callbacks.
+    """Call the on_load_checkpoint hooks: first the task's, which may convert the contents, then the callbacks'.
 
-    Both see the weights that the trainer loads.
+    All of them see the weights that the trainer loads.
     """
     if call.stage != "fit":  # the averaged ones, unless a callback of this run loads these itself
         saved["state_dict"] = averaged_weights(saved, [callback.state_key for callback in call.trainer.callbacks])

@@ -19,7 +19,7 @@ def record_start(call: Call, source: Location | None = None, evaluated: tuple[in
     """Record this start in the run directory, on rank 0: command line, layout, versions, code.
 
     Args:
-        source: the checkpoint that the call resumes or evaluates.
+        source: the checkpoint that the call resumes from or evaluates.
         evaluated: step and epoch of an evaluated checkpoint.
     """
     trainer, strategy, directory = call.trainer, call.strategy, call.trainer.run_dir
@@ -54,7 +54,7 @@ def note_epoch(run: Run) -> None:
 
 
 def open_outputs(run: Run) -> None:
-    """Record a start in a process that becomes rank 0 during the run, and open its loggers."""
+    """Record the start and open the loggers in a process that becomes rank 0 during the run."""
     record_start(run)
     open_loggers(run, run.state.global_step)
 
@@ -63,8 +63,8 @@ def open_loggers(run: Run, resume_step: int | None) -> None:
     """Open the loggers and store the config on rank 0; on other ranks, pass the run directory to the loggers.
 
     Args:
-        resume_step: the step of a resume, after which existing logging points are invalid; None if the run does not
-            resume.
+        resume_step: the step from which the run resumes, after which existing logging points are invalid; None if the
+            run does not resume.
     """
     trainer, step = run.trainer, run.state.global_step
     if trainer.run_dir is None:

@@ -1,4 +1,4 @@
-"""The strategy, loggers and callbacks made from a Trainer's arguments."""
+"""The strategy, loggers and callbacks that a Trainer's arguments specify."""
 
 from collections.abc import Mapping
 from inspect import signature

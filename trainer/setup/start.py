@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def make_call(trainer: "Trainer", request: Request) -> Call:
-    """Make the parts of a requested call, without starting or opening anything."""
+    """Create the parts of a requested call, without starting processes or opening files."""
     loop = LoopState(DOING_OF_STAGE[request.stage])
     # Hooks of callbacks come later, as configure_callbacks may ask for ranks, which are unknown so far.
     # `setup.join` adds the other ranks to both; a signal, or `self.log` in a hook, may come before that.
@@ -60,7 +60,7 @@ def make_call(trainer: "Trainer", request: Request) -> Call:
 
 
 def set_up(call: Call, request: Request) -> Run:
-    """Build a complete run from a call. `trainer.run` is the part built so far, which users' hooks may read."""
+    """Build a complete run from a call. Hooks may read `trainer.run`, which contains the part built so far."""
     joined, saved = join(call, request)
     call.trainer.run = joined
     run = call.trainer.run = make_run(joined, saved)
