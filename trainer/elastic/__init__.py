@@ -1,1 +1,1 @@
-"""Elastic runs: under the ddp strategy, processes may die, be replaced and join while the run continues."""
+"""Elastic runs: under the ddp strategy, processes can die, be replaced, or join while the run continues."""

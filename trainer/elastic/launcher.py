@@ -1,4 +1,4 @@
-"""Launcher of an elastic run: monitors its workers, replaces those that die, and decides on the next generation."""
+"""Launcher of an elastic run. It monitors the workers, replaces workers that die, and chooses the next generation."""
 
 import itertools
 import logging
@@ -38,7 +38,7 @@ _here: ElasticWorker | None = None
 
 
 def find_elastic_worker() -> ElasticWorker | None:
-    """Return the description of this worker; None outside an elastic run."""
+    """Return the description of this worker, or None outside of an elastic run."""
     return _here
 
 
@@ -52,7 +52,7 @@ def run_elastic_workers(
     Args:
         timeout: seconds after which a process that has not joined a new group is killed.
 
-    Raises ConfigError for multiple nodes, and the same errors as `launch_workers`.
+    Raises ConfigError if there are several nodes. Also raises the errors of `launch_workers`.
     """
     if nodes > 1:
         raise ConfigError("elastic=true runs on one machine: leave trainer.num_nodes out.")
@@ -83,7 +83,7 @@ def _enter(worker: ElasticWorker, place: Place, variables: dict[str, str], attem
 
 
 class ElasticWorkerGroup(WorkerGroup):
-    """The workers in one attempt at an elastic run. In base class methods, `rank` is a member's id."""
+    """The workers in one attempt at an elastic run. In the methods of the base class, `rank` is the id of a member."""
 
     def __init__(
         self, folder: Path, ranks: range, relay: SignalRelay, store: MembershipStore, port: int, timeout: float
@@ -127,7 +127,7 @@ class ElasticWorkerGroup(WorkerGroup):
             )
 
     def value(self) -> Any:
-        """Return the result, which one of the members has sent."""
+        """Return the result that one of the members has sent."""
         return self.result
 
     def _pause(self) -> float:
@@ -168,11 +168,11 @@ class ElasticWorkerGroup(WorkerGroup):
 
     def _kill_late_members(self) -> None:
         generation = self.registry.generation
-        # forming the first group may take long, as processes start and import; its members detect a missing one by
-        # the timeout of the group
+        # Forming the first group may take long, because processes start and import modules. Its members detect a
+        # missing process by the timeout of the group.
         if generation.version == 1 or time.monotonic() < self.published_at + self.timeout:
             return
-        # wait for another timeout before the next kill, since a death takes time to be recorded
+        # wait for another timeout before the next kill, because a death is recorded with a delay
         self.published_at = time.monotonic()
         for member in self.store.missing(generation):
             if member in self.registry.members:
@@ -216,7 +216,7 @@ class ElasticWorkerGroup(WorkerGroup):
             return
         # a broken connection is caused by another process
         raised = bool(failure.text) and not failure.communication
-        # Processes that repeat the step would raise a member's error again, but the death of a process does not
+        # An error that a member raised would recur when the step is repeated, but the death of a process does not
         # recur.
         if not self.registry.running or (raised and member in self.registry.members):
             self._failures.append(failure)

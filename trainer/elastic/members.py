@@ -1,7 +1,7 @@
 """Membership of a process in an elastic run: detects when the members change, and continues with the new members.
 
 A broken connection or a new generation interrupts the loop. The process then joins the group of the newest generation,
-takes over the newest state, and continues the loop as after a resume in the middle of an epoch.
+adopts the newest state, and continues as if it had resumed in the middle of an epoch.
 """
 
 import logging
@@ -38,26 +38,29 @@ GENERATION_WAIT = 1.0
 RECOVERY_TIMEOUT = 10.0
 """Seconds to wait for a new generation after GENERATION_WAIT has passed."""
 FORM_TIMEOUT = 2.0
-"""Timeout in seconds for forming a group once all members have arrived. It takes milliseconds unless a member dies.
+"""Timeout in seconds for forming a group after all members have arrived. This takes milliseconds unless a member dies.
 
-It doubles after each attempt that fails without a death, since a busy machine takes longer.
+The timeout doubles after each attempt that fails without a death, because a busy machine takes longer.
 """
 MAX_BREAKS = 3
-"""Number of times that a group may break at the same step, without a death before Legato raises an error."""
+"""Number of times that a group may break at the same step without a death before Legato raises an error."""
 _STORE_POLL = 0.003  # seconds between polls of the store for few processes
 
 
 class MembershipChanged(Exception):
-    """Raised on all ranks to leave the loop, once they agree on a new generation."""
+    """Raised on all ranks to leave the loop after they have agreed on a new generation."""
 
 
 class ElasticMembership(Membership):
-    """Membership in an elastic run. As a context manager, it recovers from broken connections and new generations."""
+    """Membership of this process in an elastic run.
+
+    Used as a context manager, it recovers from broken connections and switches to new generations.
+    """
 
     def __init__(self, trainer: "Trainer") -> None:
         """Create the membership.
 
-        Raises ConfigError if another launcher started this process, or if use_distributed_sampler is False.
+        Raises ConfigError if Legato did not start this process, or if use_distributed_sampler is False.
         """
         elastic_worker = find_elastic_worker()
         if elastic_worker is None:
@@ -90,7 +93,10 @@ class ElasticMembership(Membership):
 
     # --- before training --------------------------------------------------------------------------------------------
     def connect(self, place: Place) -> Place:
-        """Form the first group. A process that joins later gets a group after set-up; until then it is not rank 0."""
+        """Form the first group.
+
+        A process that joins a run in progress gets its group after setup and has a nonzero rank until then.
+        """
         if self.joins:
             self.trainer.num_sanity_val_steps = 0  # the run has already done its sanity check
             # any rank except 0, since rank 0 writes files
@@ -105,7 +111,10 @@ class ElasticMembership(Membership):
             trainer.replicas, trainer.run_dir = self.replicas, trainer.assigned_dir
 
     def _take_part(self) -> None:
-        """Start taking part. First members already have a group; others wait for a generation that includes them."""
+        """Start taking part in the run.
+
+        The first members already have a group. Later members wait for a generation that includes them.
+        """
         self.taking_part = True
         self.snapshot.start()
         # Only rank 0 polls the version, and the ranks agree on it. Otherwise ranks might see a new version in different
@@ -114,7 +123,7 @@ class ElasticMembership(Membership):
             lambda: [float(self.store.version() if self.place.rank == 0 else 0)], self._update_agreed_version
         )
         if self.joins:
-            # posted after set-up, since it makes the members leave their group and wait for this process
+            # posted after setup, because this message makes the members leave their group and wait for this process
             self.store.post("ready", self.member)
             self.broken = True
             return
@@ -132,7 +141,7 @@ class ElasticMembership(Membership):
             raise MembershipChanged
 
     def __enter__(self) -> None:
-        """Recover from a broken group by forming a new one."""
+        """If the group is broken, form a new group and recover."""
         if not self.taking_part:
             self._take_part()
         while self.broken:
@@ -148,7 +157,7 @@ class ElasticMembership(Membership):
     ) -> bool | None:
         """Suppress errors from a broken group.
 
-        The next `__enter__` recovers, once no traceback holds the group's objects.
+        The next `__enter__` recovers, after all tracebacks that reference objects of the group are gone.
         """
         if error is None or self.trainer.current_run.loop.remaining == "nothing":
             return False
@@ -156,18 +165,18 @@ class ElasticMembership(Membership):
             self.broken = True
             if not isinstance(error, MembershipChanged):  # which all ranks raise together
                 connections.shut_down()
-            # An interrupted update may have changed some weights and cannot be undone: this process then takes over
-            # another process's weights. Otherwise it repeats the step from its own state.
+            # An interrupted update may have changed some weights and cannot be undone. In this case, this process
+            # adopts another process's weights. Otherwise, it repeats the step from its own state.
             optimization = self.trainer.current_run.optimization
             self.consistent = self.consistent and not optimization.updating
             optimization.updating = False
-            # Objects in the frames (such as a Work) would keep the old group's connections open, on which other ranks
-            # wait: gloo closes its sockets with the last reference, not in abort() or shutdown().
+            # Objects in the frames (such as a Work) would keep the old group's connections open, and other ranks would
+            # wait on them: gloo closes its sockets with the last reference, not in abort() or shutdown().
             traceback.clear_frames(trace)
         return self.broken
 
     def _is_broken_by(self, error: BaseException) -> bool:
-        """Return whether a broken connection caused the error and a newer generation exists to continue in."""
+        """Return whether a broken connection caused the error and a newer generation can continue the run."""
         if not is_communication(error):
             return False
         # usually the launcher has detected the death by now; otherwise connections may break without a death
@@ -184,8 +193,8 @@ class ElasticMembership(Membership):
 
     @property
     def _pause(self) -> float:
-        """Seconds between polls of the store: about 1000 polls per second in total, for any number of processes."""
-        # 63 survivors that poll every 3 ms keep two cores busy, which delays the detection of a death on other ranks
+        """Seconds between polls of the store. All processes together poll at most about 1000 times per second."""
+        # 63 survivors that poll every 3 ms keep two cores busy, so other ranks detect a death later
         return max(_STORE_POLL, len(self.generation.members) / 1000)
 
     def _newer_generation_within(self, seconds: float) -> bool:
@@ -217,7 +226,7 @@ class ElasticMembership(Membership):
             log.info("Step %d: continuing with %d processes.", run.state.global_step, self.place.world_size)
 
     def _next_generation(self) -> Generation:
-        """Return the newest generation, once all its members have arrived."""
+        """Wait until all members of the newest generation have arrived, and return this generation."""
         seen, generation, began = self.generation.version, self.generation, time.monotonic()
         while True:
             version = self.store.version()
@@ -263,7 +272,7 @@ class ElasticMembership(Membership):
 
     # --- after training ---------------------------------------------------------------------------------------------
     def returns_result(self, rank: int) -> bool:
-        """Wait for permission to exit; return whether this process returns the result."""
+        """Wait for permission to exit. Return whether this process must return the result of the run."""
         self.store.post("finished", self.member)
         while (permission := self.store.released(self.member)) is None:
             time.sleep(self._pause)

@@ -1,4 +1,4 @@
-"""Logged values of an elastic run: every rank keeps the values of all ranks, so no values are lost if a rank dies."""
+"""Logged values of an elastic run. Every rank stores the values of all ranks, so no values are lost if a rank dies."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
@@ -9,7 +9,7 @@ from ..metrics.log import Metrics, Sums, as_lists
 from ..metrics.reduce import Reduced, Row, Series, sort_out, total
 from ..metrics.torchmetrics import COUNT, MetricStates, States, on_host
 
-# Replica index of values that a hook logs once per process. Only the first process's values count, since the number
+# Replica index of values that a hook logs once per process. Only the first process's values count, because the number
 # of processes may change.
 ONCE_PER_PROCESS = -2
 
@@ -23,14 +23,17 @@ class SharedStates(MetricStates):
         self.sent: set[str] = set()
 
     def keeps(self, replica: int) -> bool:
-        """Return True, since this process holds the states of all replicas."""
+        """Return True, because every process stores the states of all replicas."""
         return True
 
     def own_states(self) -> dict[str, dict[int, States]]:
-        """Return the states of this process's replicas for every metric that has been updated, even if reset since."""
+        """Return the states of this process's replicas, by path and replica, for all metrics that have been updated.
+
+        Metrics that have been reset after an update are included.
+        """
         self.save()
         local = {path: {r: on_host(states) for r, states in self._own(path).items()} for path in self.kept}
-        # also after a reset, since other ranks must reset the metric, too
+        # also after a reset, because other ranks must reset the metric, too
         self.sent |= {path for path, replicas in local.items() if any(states[COUNT] for states in replicas.values())}
         return {path: replicas for path, replicas in local.items() if path in self.sent}
 
@@ -40,14 +43,17 @@ class SharedStates(MetricStates):
             self.kept[path] |= {replica: state for replica, state in remote.items() if replica not in self.replicas}
 
     def all(self) -> dict[str, dict[int, States]]:
-        """Return the states of all replicas that have updates, by path and replica."""
+        """Return the states of all replicas for each updated metric, by path and replica."""
         self.save()
         updated = (path for path, kept in self.kept.items() if any(states[COUNT] for states in kept.values()))
         return {path: {r: on_host(states) for r, states in self.kept[path].items()} for path in updated}
 
 
 class SharedMetrics(Metrics):
-    """Logged values of all ranks, on every rank. Ranks exchange and then count values before each update."""
+    """Logged values of all ranks, available on every rank.
+
+    Before each update of the weights, the ranks exchange their new values and count them.
+    """
 
     shares: ClassVar[bool] = True
     states: SharedStates
@@ -60,7 +66,7 @@ class SharedMetrics(Metrics):
         self.exchanges = 0
 
     def open(self, stage: str, fresh: bool = True, loaders: int = 1) -> None:
-        """Start logging into `stage`. With `fresh`, drop its earlier values."""
+        """Start logging values of `stage`. If `fresh` is True, drop earlier values of the stage."""
         super().open(stage, fresh, loaders)
         if fresh and stage == "train":
             self.unshared = []
@@ -70,15 +76,15 @@ class SharedMetrics(Metrics):
         return SharedStates(self.task, replicas, by_replica=True)
 
     def leave_batches(self, samples: int) -> None:
-        """Count later log() calls per process, not per batch."""
+        """Count values from subsequent log() calls per process, not per batch."""
         super().leave_batches(samples)
         if self.first_replica and self.stage == "train":
             self.replica = ONCE_PER_PROCESS
 
     def flush(self) -> None:
-        """Read all pending values. Training values wait for the next exchange.
+        """Read all pending values. Training values are not counted before the next exchange.
 
-        Otherwise, an interrupted step would count twice, because it is repeated.
+        Otherwise, the values of an interrupted step would count twice, because the step is repeated.
         """
         if self.stage == "train":
             self.unshared += self.read_pending()
@@ -86,7 +92,7 @@ class SharedMetrics(Metrics):
             super().flush()
 
     def drop_step(self) -> None:
-        """Ignore all values logged for the newest step, including those that are logged later."""
+        """Ignore all values of the newest step, including values that are logged after this call."""
         self.unshared = [row for row in self.unshared if row[4] not in (self.step, self.dropped)]
         super().drop_step()
 
@@ -97,23 +103,23 @@ class SharedMetrics(Metrics):
 
     # --- exchanges --------------------------------------------------------------------------------------------------
     def share_step(self) -> None:
-        """Send all ranks' values for the current step to every rank, before the weights are updated.
+        """Exchange the values of the current step between all ranks before the weights are updated.
 
         All ranks must call this.
 
-        Thus, no values from a finished step are lost if a rank dies. Values logged later in the step are sent with the
-        next step or logging point.
+        No values of a finished step are then lost if a rank dies. Values that are logged later in the step are sent
+        with the next step or logging point.
         """
         self._share((), names=True)
 
     def share(self) -> None:
-        """Send every rank the values that other ranks have logged since the last exchange. All ranks must call this."""
+        """Exchange the values logged since the last exchange between all ranks. All ranks must call this."""
         self._share(())
 
     def _share(self, extra: Sequence[float], names: bool = False) -> list[float]:
-        """Exchange values. Return the maximum over ranks of each number in `extra`.
+        """Exchange values between ranks. Return the maximum over ranks of each entry of `extra`.
 
-        If the exchange fails, this rank's values stay unchanged.
+        If the exchange fails, this rank's values are left unchanged.
 
         Args:
             names: whether to compare the names that ranks logged in the newest step.
@@ -142,21 +148,21 @@ class SharedMetrics(Metrics):
         return [max(column) for column in zip(*extras, strict=True)][2:]
 
     def _logged_in_step(self, rows: list[tuple[int, int, float, float, int]]) -> list[int]:
-        """Return the indices of the series with values for the newest step, except series that only rank 0 logs."""
+        """Return the indices of the series with values in the newest step, excluding series that only rank 0 logs."""
         alone = {number for number, description in enumerate(self.exchange.descriptions) if Series(*description).alone}
         return [number for number, *_, step in rows if step == self.step and number not in alone]
 
     # --- reading ----------------------------------------------------------------------------------------------------
     def running_values(self) -> dict[str, float]:
-        """Return no values, since the step may still be repeated."""
+        """Return an empty dict, because the step may still be repeated."""
         return {}
 
     def newest_values(self) -> Reduced:
-        """Return the newest step's values, which every rank has. This is not a collective call."""
+        """Return the values of the newest step. Every rank already has them, so this is not a collective call."""
         return sort_out(self._totals_of_step(), "_step")
 
     def gather_step(self, extra: Sequence[float]) -> tuple[list[tuple[Series, float]], list[float]]:
-        """Return the newest step's values over all replicas, and the maxima over ranks of `extra`.
+        """Return the values of the newest step over all replicas, and the maximum over ranks of each entry of `extra`.
 
         All ranks must call this.
         """
@@ -169,7 +175,7 @@ class SharedMetrics(Metrics):
         return [(series, total(series.kind, series.step)) for series in self.with_values_of_step()]
 
     def gather_epoch(self) -> dict[Series, Sums]:
-        """Return every series in the epoch with its sums over all replicas. All ranks must call this."""
+        """Return all series of the epoch with their sums over all replicas. All ranks must call this."""
         if self.stage == "train":
             self._share(())
         return super().gather_epoch()
@@ -207,7 +213,7 @@ class SharedMetrics(Metrics):
             series.step_at, series.step = saved["at"], {int(replica): sums for replica, *sums in saved["step"]}
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Return this rank's value only, since other ranks may have exited at the end of a run."""
+        """Return only this rank's value, because other ranks may already have exited at the end of a run."""
         return [value]
 
     def gather_states(self, metrics: Iterable[Any]) -> dict[str, dict[int, States]]:

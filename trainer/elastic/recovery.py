@@ -28,14 +28,14 @@ class MetricSnapshot:
         self.in_validation = False
 
     def start(self) -> None:
-        """Take a snapshot at the start of every step and validation."""
+        """Register hooks that take a snapshot at the start of every step and validation."""
         hooks = self.trainer.current_run.hooks
         if self.trainer.metrics.states.by_path:
             hooks["on_train_batch_start"] += (self._before_batch,)
             hooks["on_validation_start"] += (partial(self._take, in_validation=True),)
 
     def _before_batch(self, batch: Any, batch_idx: int) -> None:
-        # only before the first batch, since an interrupted step is repeated from its start
+        # only before the first batch, because an interrupted step is repeated from its start
         if self.trainer.metrics.batches_of_step == 1:
             self._take(in_validation=False)
 
@@ -44,7 +44,7 @@ class MetricSnapshot:
         self.in_validation = in_validation
 
     def rewind(self, step: int, validating: bool) -> None:
-        """Restore the snapshot if it was taken before the step or validation that is to be repeated."""
+        """Restore the snapshot if it was taken at the start of the step or validation that will be repeated."""
         if self.saved is not None and self.step == step and self.in_validation == validating:
             self.trainer.metrics.states.restore(self.saved)
         self.saved = None
@@ -56,7 +56,7 @@ Point = tuple[int, dict[str, float]]
 
 @dataclass
 class MemberState:
-    """Loop state of a process. Members compare their states to find the newest."""
+    """Loop state of a process. Members compare their states to find the newest one."""
 
     consistent: bool
     """True if weights and loop state are consistent."""
@@ -94,13 +94,13 @@ def shared_metrics(run: "Run") -> SharedMetrics:
 def transfer_state(
     run: "Run", place: Place, snapshot: MetricSnapshot, consistent: bool, open_outputs: "Callable[[Run], None] | None"
 ) -> None:
-    """Take over the newest state among the members. All members of the new group must call this.
+    """Adopt the newest state of all members. All members of the new group must call this.
 
     Args:
         consistent: see MemberState.
-        open_outputs: opens the loggers in a process that becomes the writer.
+        open_outputs: function that opens the loggers in a process that becomes the writer; None in other processes.
 
-    An error before the last collective leaves this process unchanged.
+    If a collective fails, the transfer can be repeated.
     """
     trainer, strategy, metrics = run.trainer, run.strategy, run.metrics
     validating = run.loop.doing != "train"
@@ -150,7 +150,7 @@ def _load_state(run: "Run", saved: dict[str, Any]) -> None:
 
 
 def _continue_at(run: "Run", place: Place, newest: MemberState) -> None:
-    """Adopt the newest loop state, with this process's share of the data."""
+    """Adopt the newest loop state and this process's share of the data."""
     trainer, state = run.trainer, run.state
     run.agreement.join(run.strategy.collectives, state.global_step, newest.elapsed)
     run.agreement.stop = newest.stop
@@ -169,7 +169,7 @@ def _continue_at(run: "Run", place: Place, newest: MemberState) -> None:
 
 
 def repeat_after_step(run: "Run") -> None:
-    """Repeat the logging after a step, because a broken connection may have interrupted it.
+    """Repeat the logging of the last step, because a broken connection may have interrupted it.
 
     All members must call this.
     """

@@ -1,4 +1,4 @@
-"""Membership store of an elastic run: launcher and workers exchange generations and messages through it.
+"""Membership store of an elastic run, in which the launcher and the workers exchange generations and messages.
 
 Only the launcher writes generations. Every worker may post messages, which the launcher reads.
 """
@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
 GroupOrder = Literal["train", "over", "lost"]
-"""Instruction to the members of a generation: form a group and train, or exit because the run is over or has failed."""
+"""Instruction to the members of a generation: form a group and train ("train"), or exit because the run has finished
+("over") or failed ("lost")."""
 
 
 class Member(NamedTuple):
@@ -63,7 +64,7 @@ class MembershipStore:
 
     # --- generations ------------------------------------------------------------------------------------------------
     def publish(self, generation: Generation) -> None:
-        """Publish the next generation; versions increase by one."""
+        """Publish the next generation. Its version must be the previous version plus one."""
         # the generation before the version: a process that sees the new version must find its generation
         self.entries.set(
             f"generation/{generation.version}", json.dumps([generation.version, generation.members, generation.order])
@@ -71,7 +72,7 @@ class MembershipStore:
         self.entries.add("version", 1)
 
     def version(self) -> int:
-        """Return the newest generation's version; 0 before the first generation."""
+        """Return the version of the newest generation, or 0 before the first generation."""
         # adding 0 returns a number immediately, while `get` blocks until the key exists and returns bytes
         return int(self.entries.add("version", 0))
 
@@ -86,7 +87,7 @@ class MembershipStore:
 
     def is_complete(self, generation: Generation) -> bool:
         """Return whether the generation has members and all of them have arrived."""
-        # a single call, since every member polls
+        # a single call, because every member polls
         return bool(self.entries.check([_arrival(generation, member) for member in generation.members]))
 
     def missing(self, generation: Generation) -> list[Member]:
@@ -99,17 +100,17 @@ class MembershipStore:
         self.entries.queue_push("messages", json.dumps([event, member, number]))
 
     def new_messages(self) -> Iterator[tuple[str, Member, int]]:
-        """Yield the event, member and number of each message since the last call, in order of arrival."""
+        """Yield the event, member and number of each new message, in order of arrival."""
         for _ in range(self.entries.queue_len("messages")):
             event, member, number = json.loads(self.entries.queue_pop("messages"))
             yield event, Member(*member), number
 
     def release_member(self, member: Member, returns_result: bool) -> None:
-        """Permit a finished process to exit. With `returns_result`, the process first sends the result."""
+        """Permit a finished process to exit. If `returns_result` is True, the process first sends the result."""
         self.entries.set(f"dismissed/{member.id}", "answer" if returns_result else "go")
 
     def released(self, member: Member) -> str | None:
-        """Return "answer" (send the result, then exit) or "go" (exit); None if the process must still wait."""
+        """Return "answer" (send the result, then exit), "go" (exit), or None if the process must still wait."""
         key = f"dismissed/{member.id}"
         return self.entries.get(key).decode() if self.entries.check([key]) else None
 
@@ -150,12 +151,12 @@ class MemberRegistry:
         return not self.waiting_to_begin
 
     def begin(self, member: Member, replicas: int) -> None:
-        """Record that a first member has started training."""
+        """Record that one of the first members has started training."""
         self.waiting_to_begin.discard(member)
         self.replicas = replicas
 
     def add(self, member: Member) -> None:
-        """Record that a process is ready to take part."""
+        """Record that a process is ready to take part in the run."""
         if member not in self.members:
             self.spares.append(member)
 

@@ -1,7 +1,7 @@
 """Batch normalization with statistics over the batches of all replicas of a step.
 
-On CUDA this is torch.nn.SyncBatchNorm. On other devices, differentiable sums over ranks give the same result. Modules
-keep their parameters and buffers; only their class changes, until the run ends.
+Accelerators use torch.nn.SyncBatchNorm. On the CPU, differentiable sums over ranks give the same result. Modules keep
+their parameters and buffers. Only their classes change until the run ends.
 """
 
 from collections.abc import Callable
@@ -45,14 +45,14 @@ class Synced(BATCH_NORM):  # type: ignore[misc]
     process_group: dist.ProcessGroup
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalize an input of shape (N, C, ...) by mean and variance over ranks and all dimensions except C."""
+        """Normalize an input of shape (N, C, ...) with the mean and variance over ranks and all dimensions except C."""
         module: Any = self
         if not module.training:
             return super().forward(input)  # type: ignore[no-any-return]
         values = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
         dims = [dim for dim in range(values.dim()) if dim != 1]
         shape = [-1 if dim == 1 else 1 for dim in range(values.dim())]
-        # one collective for the sums and the number of values, since ranks may have batches of different sizes
+        # one collective for the sums and the number of values, because ranks may have batches of different sizes
         size = values.new_tensor([values.numel() / values.shape[1]])
         sums = _sum(self.process_group, torch.cat([values.sum(dims), size]))
         count = sums[-1].detach()
@@ -78,16 +78,16 @@ class Synced(BATCH_NORM):  # type: ignore[misc]
 
 @cache
 def synced(kind: Any, base: Any = Synced) -> Any:
-    """Return a subclass of `kind` and `base` that is named like `kind` and computes statistics over all ranks.
+    """Return a subclass of `kind` and `base` that computes statistics over all ranks and has the name of `kind`.
 
-    `base` follows `kind` in the method resolution order, so that an overridden forward still runs, and its call to
+    `kind` precedes `base` in the method resolution order. An overridden forward therefore still runs, and its call to
     `super().forward` is synchronized.
     """
     return type(kind.__name__, (kind, base), {"__doc__": kind.__doc__, "__module__": kind.__module__})
 
 
 def synchronize(task: nn.Module, device: torch.device, group: dist.ProcessGroup) -> Callable[[], None]:
-    """Compute the statistics of every batch norm in the task over the ranks of `group`; return an undo function."""
+    """Synchronize every batch norm of the task over the ranks of `group`. Return a function that undoes this."""
     norms: list[tuple[Any, Any]] = [(norm, type(norm)) for norm in task.modules() if isinstance(norm, BATCH_NORM)]
     norms = [(module, kind) for module, kind in norms if not issubclass(kind, nn.SyncBatchNorm)]
     base = Synced if device.type == "cpu" else nn.SyncBatchNorm

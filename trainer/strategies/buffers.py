@@ -1,4 +1,4 @@
-"""Buffers, such as batch norm's running statistics, when a process runs several replicas in turn."""
+"""Handling of buffers, such as batch norm's running statistics, if a process runs several replicas in turn."""
 
 from typing import TYPE_CHECKING
 
@@ -16,16 +16,17 @@ Values = list[Tensor | None]
 
 
 class ReplicaBuffers:
-    """Starts every replica of a step from the same buffers, and keeps those of the first replica.
+    """Starts every replica of a step with the same buffers, and keeps the buffers of the first replica.
 
-    At the end of a step rank 0 broadcasts its buffers, so they match replica 0's for any number of processes.
+    At the end of a step, rank 0 broadcasts its buffers. All ranks then have the buffers of replica 0, for any number
+    of processes.
 
-    A step may also assign a new tensor to a buffer (`self.average = 0.9 * self.average + ...`). The new values are
-    copied to the original tensor.
+    A step may also assign a new tensor to a buffer (`self.average = 0.9 * self.average + ...`). In this case, the new
+    values are copied to the original tensor.
     """
 
     def __init__(self, task: "Task | None") -> None:
-        """Record the buffers of `task`; without a task, all methods are no-ops."""
+        """Record the buffers of `task`. If `task` is None, all methods are no-ops."""
         self.task = task
         owners = [] if task is None else [own_buffers(module) for module in task.modules()]
         self.places: list[BufferSlot] = [(owner, name, buffer) for owner in owners for name, buffer in owner.items()]
@@ -47,7 +48,7 @@ class ReplicaBuffers:
         self._set(self.start)
 
     def close_step(self) -> None:
-        """Restore the buffers of the first replica, once the last local replica has run."""
+        """Restore the buffers of the first replica after the last local replica has run."""
         self._set(self.first or [owner[name] for owner, name, _ in self.places])
         self.first = []
 

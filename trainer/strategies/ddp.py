@@ -1,4 +1,4 @@
-"""Distributed data parallelism: one process per device, gradients averaged by torch's DistributedDataParallel."""
+"""Distributed data parallelism with one process per device. torch's DistributedDataParallel averages gradients."""
 
 import re
 import warnings
@@ -96,12 +96,15 @@ class DDPStrategy(GroupStrategy):
     def _backend(self) -> str:
         """Return the backend of the process group.
 
-        Elastic runs use gloo, because a process can leave its broken groups.
+        Elastic runs use gloo, because a process can leave a broken gloo group.
         """
         return "gloo" if self.elastic else super()._backend()
 
     def place_task(self, task: "Task") -> None:
-        """Move the task to its device and precision. Raises ConfigError for `elastic` with manual optimization."""
+        """Move the task to its device, and convert it to its precision.
+
+        Raises ConfigError if `elastic` is set and the task uses manual optimization.
+        """
         if self.elastic and not task.automatic_optimization:
             raise ConfigError(
                 "elastic=true needs automatic optimization: if training_step updates the weights itself, a step cannot "
@@ -110,20 +113,20 @@ class DDPStrategy(GroupStrategy):
         super().place_task(task)
 
     def _sync_batch_norm(self, task: "Task") -> None:
-        """Compute batch norm's statistics over all processes, until `teardown`."""
+        """Synchronize batch norm's statistics over all processes until `teardown`, if sync_batchnorm is set."""
         trainer, replicas = task.trainer, self.layout.replicas
         fits = replicas == self.data_ranks.size > 1 and trainer.stage == "fit"
         if not trainer.sync_batchnorm or not fits or self.elastic or trainer.reproducible == "bitwise":
             super()._sync_batch_norm(task)
             return
         # A separate group: batch norm's sums block in the forward and backward pass, while DDP's buckets are in flight
-        # in the strategy's group. It is kept for later runs, since gloo connects all pairs of ranks for each group.
+        # in the strategy's group. It is kept for later runs, because gloo connects all pairs of ranks for each group.
         if self.batch_norm_group is None or self.batch_norm_group[0] is not dist.group.WORLD:
             self.batch_norm_group = dist.group.WORLD, dist.new_group()
         self.undo_batch_norm = synchronize(task, self.device, self.batch_norm_group[1])
 
     def regroup(self, layout: Layout | None, place: Place | None = None) -> None:
-        """Attach torch's DDP to the trainable parameters or, with `one_order`, the gradient tree."""
+        """Attach torch's DDP, or the gradient tree if `one_order` is set, to the trainable parameters."""
         # DDP's hooks stay on the parameters until its C++ reducer is destroyed, so first drop the old one
         self._drop_ddp()
         self.loss_scale = 1.0
@@ -136,8 +139,8 @@ class DDPStrategy(GroupStrategy):
         if not task.automatic_optimization or not any(True for _ in trainable(task)):
             return
         # DDP divides the sum over ranks by their number: scaling the loss leaves gradients kept from the previous step
-        # unchanged. Under 16-mixed the gradients are scaled instead, as a larger loss would overflow earlier on more
-        # processes.
+        # unchanged. Under 16-mixed, the gradients are scaled instead, because with more processes the larger loss
+        # would overflow earlier.
         if self.precision.scaler is None:
             self.loss_scale = float(self.data_ranks.size)
         # an overridden `backward` may call loss.backward() twice, but DDP would reduce after the first call
@@ -175,7 +178,7 @@ class DDPStrategy(GroupStrategy):
         return getattr(self.task, name)(*arguments)
 
     def teardown(self) -> None:
-        """Remove the wrapper and its hooks from the parameters."""
+        """Remove torch's DDP and its hooks from the parameters."""
         self._drop_ddp()
         if self.undo_batch_norm is not None:
             self.undo_batch_norm()
@@ -184,7 +187,7 @@ class DDPStrategy(GroupStrategy):
 
     # --- the step ---------------------------------------------------------------------------------------------------
     def training_step(self, arguments: Sequence[Any], replica: int | None, last: bool) -> Any:
-        """Call training_step through DDP, which prepares the all-reduce for the `last` local batch."""
+        """Call training_step through DDP, which prepares the all-reduce if this is the `last` local batch."""
         ddp, forward = self.ddp, self.ddp_forward
         if ddp is None or forward is None:
             return super().training_step(arguments, replica, last)
@@ -212,11 +215,11 @@ class DDPStrategy(GroupStrategy):
         """Return a loss whose backward pass sends zero gradients."""
         assert self.ddp is not None
         self.ddp.require_backward_grad_sync = True
-        loss: Tensor = self.ddp("nothing")  # a forward pass, since nothing else prepares DDP's reducer
+        loss: Tensor = self.ddp("nothing")  # a forward pass, because nothing else prepares DDP's reducer
         return loss
 
     def end_step(self) -> None:
-        """Check that all gradients were reduced, and scale their sum to the mean over samples."""
+        """Check that all gradients have been reduced, and scale them to the mean over samples."""
         if self.ddp is not None:
             self._check_reduced()
             if self.precision.scaler is not None:
@@ -232,7 +235,7 @@ class DDPStrategy(GroupStrategy):
     def _check_reduced(self) -> None:
         """Raise TaskError if other ranks still wait for gradients that this rank did not compute.
 
-        The error names the parameters.
+        The message lists the parameters without gradients.
         """
         assert self.task is not None
         try:
@@ -256,7 +259,7 @@ def _is_quantized(task: nn.Module) -> bool:
 
 
 class DDPSteps(nn.Module):
-    """Module whose forward calls a step of the task; DDP wraps this module."""
+    """Module that calls a step of the task. DDP wraps this module."""
 
     def __init__(self, task: "Task", run: Callable[[str, Sequence[Any]], Any]) -> None:
         """Wrap a function that runs a step.
@@ -268,7 +271,7 @@ class DDPSteps(nn.Module):
         self.task, self.run = task, run
 
     def __call__(self, name: str, *arguments: Any) -> Any:  # faster than nn.Module's: this module has no hooks
-        """Return the result of the step with this name. The "nothing" step returns a loss with zero gradients."""
+        """Run the step `name` and return its result. The step "nothing" returns a loss with zero gradients."""
         return self.nothing() if name == "nothing" else self.run(name, arguments)
 
     def nothing(self) -> Tensor:

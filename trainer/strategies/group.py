@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class GroupStrategy(Strategy):
-    """One process per device. Gradients are summed over the process group at the end of a step, in a flat buffer.
+    """One process per device. At the end of a step, a flat buffer of all gradients is summed over the process group.
 
     This is the simplest base class for a custom strategy. Override `end_step` to reduce gradients differently.
     """
@@ -39,7 +39,7 @@ class GroupStrategy(Strategy):
         """Set the strategy's options.
 
         Args:
-            process_group_backend: backend of the process group; by default torch's for the device.
+            process_group_backend: backend of the process group; by default, torch's backend for the device.
             timeout: see `processes.ranks.Timeouts`.
         """
         super().__init__()
@@ -80,7 +80,7 @@ class GroupStrategy(Strategy):
         self.collectives = self.data_ranks = self.weight_ranks = Ranks(rank, place.world_size, group)
 
     def _only_device(self) -> torch.device | None:
-        """Return the single device of this process; None if it has several, or if the run is elastic."""
+        """Return the only device of this process, or None if it has several devices or the run is elastic."""
         return None if self.elastic else self.device
 
     def _backend(self) -> str:
@@ -98,7 +98,7 @@ class GroupStrategy(Strategy):
         self.collectives.broadcast_tensors([*task.parameters(), *task.buffers()])
 
     def end_step(self) -> None:
-        """Sum the gradients over all ranks, and complete the buffers of the step."""
+        """Sum the gradients over all ranks, and synchronize the buffers."""
         super().end_step()
         # manual optimization has averaged gradients before each update
         if self.tree is None and self.task is not None and self.task.automatic_optimization:
@@ -109,7 +109,7 @@ class GroupStrategy(Strategy):
             self.flat_sum.add_up(list(trainable(self.task)), int(self.loss_scale))
 
     def average(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Average gradients over ranks; a missing gradient counts as zero."""
+        """Average gradients over ranks. A missing gradient counts as zero."""
         if self.flat_sum is None or self.task is None:
             return
         if self.task.trainer.reproducible == "bitwise":
@@ -188,7 +188,7 @@ class FlatSum:
 
 
 def _no_rows(parameter: nn.Parameter) -> Tensor:
-    """Return a sparse gradient without rows, so that a rank without a gradient can join the collective."""
+    """Return an empty sparse gradient, with which a rank without a gradient can take part in the collective."""
     rows, values = torch.empty(1, 0, dtype=torch.int64), parameter.detach()[:0]
     with torch.sparse.check_sparse_tensor_invariants(True):  # torch 2.12 warns about the argument
         return torch.sparse_coo_tensor(rows, values, parameter.shape, device=parameter.device)

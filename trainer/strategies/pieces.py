@@ -1,4 +1,4 @@
-"""Splits a batch along its samples, and combines the outputs of the steps on the pieces."""
+"""Functions that split a batch by samples and combine the outputs of a step on the pieces."""
 
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass, replace
@@ -15,13 +15,13 @@ from ..optimization.batch_weights import weight_of
 
 
 def chunk_sizes(samples: int, devices: int) -> list[int]:
-    """Return the number of samples per device, as torch.chunk divides them: 5 into 2, 2, 1 on three devices."""
+    """Return the number of samples for each device, divided as in torch.chunk (5 on three devices: 2, 2 and 1)."""
     size = max(1, -(-samples // devices))
     return [min(size, samples - first) for first in range(0, samples, size)]
 
 
 def entries_of(item: Any) -> list[Any] | None:
-    """Return the entries of a container; None for a leaf. A list with one plain value per sample is a leaf."""
+    """Return the entries of a container, or None for a leaf. A list of plain values, such as strings, is a leaf."""
     if isinstance(item, dict):
         return list(item.values())
     if is_dataclass(item) and not isinstance(item, type):
@@ -34,7 +34,7 @@ def entries_of(item: Any) -> list[Any] | None:
 
 
 def like(item: Any, entries: list[Any]) -> Any:
-    """Return a container of the same type as `item` with new entries."""
+    """Return a container of the same type as `item` that contains `entries`."""
     if isinstance(item, dict):
         changed = dict(zip(item, entries, strict=True))
         return changed if type(item) is dict else type(item)(changed)
@@ -45,10 +45,10 @@ def like(item: Any, entries: list[Any]) -> Any:
 
 
 def split(batch: Any, sizes: Sequence[int], devices: Sequence[torch.device] | None = None) -> list[Any]:
-    """Return a piece of `batch` for each of `sizes`, on the corresponding device. Containers keep their type.
+    """Split `batch` into pieces with the given `sizes`, each on the corresponding device. Containers keep their types.
 
-    Tensors and arrays are split along their first dimension, and lists of plain values by entries, if their length
-    equals the number of samples. All other values go into every piece. Raises DataError if no value can be split.
+    A tensor or array is split along its first dimension, and a list of plain values by its entries, if its length
+    equals the number of samples. Every piece contains all other values. Raises DataError if no value can be split.
     """
     samples, is_split = sum(sizes), False
 
@@ -82,8 +82,9 @@ def combine(outputs: Sequence[Any], sizes: Sequence[Any], device: torch.device) 
 
     Floating-point scalars are treated as means over samples and averaged, weighted by the number of samples. Integer
     scalars are treated as counts and added. Tensors and arrays are concatenated along their first dimension, lists of
-    plain values are joined, and containers are combined item by item. An output of None counts as zero; if all outputs
-    are None, so is the result. Other values are kept if all pieces agree, and are otherwise collected in a list.
+    plain values are joined, and containers are combined item by item. An output of None counts as zero, but if all
+    outputs are None, the result is None. Any other value is returned if it is equal in all outputs; otherwise, the
+    values are collected in a list.
 
     Raises TaskError if the outputs have different types.
     """
@@ -136,7 +137,7 @@ TINY = 1e-30
 
 
 def combine_losses(outputs: Sequence[Any], sizes: Sequence[int], device: torch.device) -> Any:
-    """Return the output that training_step would return for the whole batch; losses are averaged by weight."""
+    """Return the output that training_step would return for the whole batch. Losses are averaged by weight."""
     combined, weights = combine(outputs, sizes, device), [weight_of(output) for output in outputs]
     if all(weight is None for weight in weights):
         return combined

@@ -1,4 +1,4 @@
-"""State dicts of a task and its optimizers in a checkpoint, identical under every strategy and layout."""
+"""State dicts of a task and its optimizers for checkpoints, in a format that is the same under all strategies."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -27,7 +27,7 @@ class StateParts(NamedTuple):
 
 
 class StateDicts:
-    """Makes and loads state dicts. In this base class, every rank has the full state and rank 0 writes it."""
+    """Creates and loads state dicts. In this base class, every rank has the full state, and rank 0 writes it."""
 
     read_in_parts: tuple[str, ...] = ()
     """Checkpoint keys from which a rank reads only the parts of tensors that it needs."""
@@ -43,25 +43,25 @@ class StateDicts:
     def model(self, task: "Task") -> dict[str, Tensor]:
         """Return the task's state dict, with the task's own parameter names. All ranks must call this.
 
-        If the state is sharded, each rank returns its shards, and empty shards for other ranks' tensors
-        (checkpoints.shards).
+        If the state is sharded, each rank returns its own shards, and empty shards in place of other ranks' tensors
+        (see checkpoints.shards).
         """
         return task.state_dict()
 
     def load_model(self, task: "Task", weights: Mapping[str, Any], strict: bool) -> None:
-        """Load the result of `model` on any layout."""
+        """Load a state dict that `model` returned, possibly under another layout."""
         task.load_state_dict(dict(weights), strict=strict)
 
     def optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the state dict of `optimizer`, sharded like that of `model`. All ranks must call this."""
+        """Return the state dict of `optimizer`, sharded like the result of `model`. All ranks must call this."""
         return optimizer.state_dict()
 
     def load_optimizer(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Load the result of `optimizer` on any layout."""
+        """Load a state dict that `optimizer` returned, possibly under another layout."""
         optimizer.load_state_dict(state)
 
     def parameter_names(self, task: "Task", optimizer: Optimizer) -> list[list[str]] | None:
-        """Return the parameter names in an optimizer's state dict, group by group; None if they are unknown."""
+        """Return the names of an optimizer's parameters in each parameter group, or None if a name is unknown."""
         # by identity: an optimizer has ordered parameters, but no names
         names = {id(parameter): name for name, parameter in task.named_parameters()}
         groups = [[names.get(id(parameter)) for parameter in group["params"]] for group in optimizer.param_groups]
@@ -69,7 +69,7 @@ class StateDicts:
 
 
 class ShardedStateDicts(StateDicts):
-    """Sharded state dicts: every rank holds and writes its own shards."""
+    """Sharded state dicts: every rank stores and writes its own shards."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,9 +79,9 @@ class ShardedStateDicts(StateDicts):
     def open_writers(self, rank: int, size: int) -> None:
         """Create a process group for background saves, whose collectives must not mix with those of training.
 
-        All ranks must call this. All calls to a trainer's methods share the group.
+        All ranks must call this. Later calls to methods of the trainer reuse the group.
         """
-        # always gloo, since NCCL cannot communicate tensors on the host
+        # always gloo, because NCCL cannot communicate tensors on the host
         if size > 1 and self._default_group is not dist.group.WORLD:
             self.writers = Ranks(rank, size, dist.new_group(backend="gloo"))
             self._default_group = dist.group.WORLD

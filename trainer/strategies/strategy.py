@@ -1,4 +1,4 @@
-"""The contract between the training loop and the hardware."""
+"""Base class of all strategies, which are the interface between the training loop and the hardware."""
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -31,18 +31,20 @@ if TYPE_CHECKING:
 class Strategy:
     """Places the task's weights on devices and runs steps on them.
 
-    The loop first calls `join`, `build_model`, `place_task` and `prepare`. In each step it calls `training_step` and
-    `backward` for every local batch, then `end_step`, then `optimizer_step` for every optimizer. At the end it calls
-    `finish` and `teardown`. It never checks a strategy's type. A strategy follows five rules, which
-    `legato.testing.check_strategy` tests:
+    The loop first calls `join`, `build_model`, `place_task` and `prepare`. In each step, it calls `training_step` and
+    `backward` for every local batch, then `end_step`, then `optimizer_step` for every optimizer. At the end of the
+    run, it calls `finish` and `teardown`. The loop never checks the type of a strategy. Every strategy must follow
+    five rules, which `legato.testing.check_strategy` tests:
 
-    1. After `prepare`, every rank that holds a weight or buffer has rank 0's values for it.
-    2. The loop weights losses by samples: their sum over ranks, divided by `loss_scale`, is the mean loss of the step.
-    3. After `end_step`, `parameter.grad` is the gradient of that mean (in full, or this rank's shard), and buffers
-       are those of replica 0. This holds on the ranks in `weight_ranks`, which is empty for local SGD.
-    4. All ranks call `end_step` and `optimizer_step` equally often, but not necessarily `training_step`: a rank
-       without a batch or a loss calls `leave_out` instead.
-    5. A strategy keeps no state between steps except what `state_dicts` saves; `task.global_step` counts steps.
+    1. After `prepare`, all weights and buffers on a rank are equal to those of rank 0.
+    2. The loop weights losses by their number of samples. The sum of the weighted losses over all ranks, divided by
+       `loss_scale`, is the mean loss of the step.
+    3. After `end_step`, `parameter.grad` is the gradient of this mean (or this rank's shard of the gradient), and the
+       buffers are those of replica 0. This applies to the ranks in `weight_ranks`, which is empty for local SGD.
+    4. All ranks call `end_step` and `optimizer_step` the same number of times. A rank without a batch or a loss calls
+       `leave_out`.
+    5. A strategy has no state between steps except the state that `state_dicts` saves. The number of the current step
+       is `task.global_step`.
     """
 
     name = ""
@@ -128,7 +130,7 @@ class Strategy:
     def serve(self, place: Place, task: "Task | None" = None, seed: int = 0) -> bool:
         """Return whether the process with this rank serves the other processes instead of running the loop.
 
-        If `task` is given, serves the other processes until their run ends.
+        If `task` is given, serve the other processes until their run ends.
         """
         return False
 
@@ -155,9 +157,9 @@ class Strategy:
         build_remote_modules(task, task.trainer.seed)
 
     def place_task(self, task: "Task") -> None:
-        """Move the task to its device and precision, before its optimizers are made.
+        """Move the task to its device, and convert it to its precision, before its optimizers are created.
 
-        Raises TaskError for parameters without values.
+        Raises TaskError if a parameter has no values.
         """
         self.task = task
         self._sync_batch_norm(task)
@@ -166,7 +168,10 @@ class Strategy:
         task.to(self.device)
 
     def _sync_batch_norm(self, task: "Task") -> None:
-        """Compute batch norm's statistics over all replicas of a step. Raises ConfigError if this is impossible."""
+        """Synchronize batch norm's statistics over all replicas of a step, if sync_batchnorm is set.
+
+        Raises ConfigError if the strategy does not support this.
+        """
         trainer, replicas = task.trainer, self.layout.replicas
         if not trainer.sync_batchnorm or trainer.stage != "fit" or replicas == 1:
             return
@@ -185,7 +190,7 @@ class Strategy:
         )
 
     def prepare(self, task: "Task", optimizers: Sequence[Optimizer]) -> list[Optimizer]:
-        """Prepare the placed task for training on `layout`; return the optimizers to use."""
+        """Prepare the placed task for training on `layout`. Return the optimizers to use."""
         from ...tasks.task import Task
 
         trainer, self.replica = task.trainer, None
@@ -206,14 +211,14 @@ class Strategy:
         return list(optimizers)
 
     def regroup(self, layout: Layout | None, place: Place | None = None) -> None:
-        """Attach gradient reductions to the trainable parameters on this layout.
+        """Attach gradient reductions to the trainable parameters.
 
         All ranks must call this between steps.
 
         Args:
-            place: rank and node of this process in a new process group.
-
-        With layout=None, only releases the group and rolls back an unfinished step.
+            layout: the layout of the replicas. If None, only release the process group and roll back an unfinished
+                step.
+            place: rank and node of this process, if there is a new process group.
         """
         # gloo closes its sockets once nothing refers to the group, and buckets hold the group and its works. Hooks on
         # a parameter accumulate, so two trees would both send.
@@ -227,7 +232,7 @@ class Strategy:
         if self.task is not None:
             self.frozen = [parameter for parameter in self.task.parameters() if not parameter.requires_grad]
         if place is not None:
-            # modified in place, since metrics and agreement hold the same object
+            # modified in place, because metrics and agreement use the same object
             self.place = place
             self.collectives.move(place.rank, place.world_size)
         if self.one_order and self.task is not None:
@@ -241,10 +246,10 @@ class Strategy:
         return tree
 
     def finish(self) -> None:
-        """Give the task all its weights after a successful run. All ranks must call this before `teardown`."""
+        """Restore the task's full weights after a successful run. All ranks must call this before `teardown`."""
 
     def teardown(self) -> None:
-        """Release what `prepare` created. The process group stays open, and the task can still be saved."""
+        """Release everything that `prepare` created. The process group stays open, and the task can still be saved."""
         if self.tree is not None:
             self.tree.close()
         self.tree, self.to_device, self.engine = None, to_device, None  # none of these can be pickled
@@ -256,9 +261,9 @@ class Strategy:
         """Call the task's training_step.
 
         Args:
-            arguments: the arguments for training_step: the batch and its index.
-            replica: the batch's replica; None for a masked batch, which has weight 0.
-            last: True for this process's last batch in the step.
+            arguments: the batch and its index, which are the arguments of training_step.
+            replica: index of the batch's replica, or None for a masked batch, which has weight 0.
+            last: True if this is the last batch of the step on this process.
         """
         assert self.task is not None
         if self.by_replica:
@@ -279,23 +284,24 @@ class Strategy:
         self.replica = replica
 
     def evaluation_step(self, name: str, arguments: Sequence[Any]) -> Any:
-        """Call the task's step with this name, such as "validation_step"."""
+        """Call the task's method `name`, such as "validation_step"."""
         with self.precision.forward_context():
             return getattr(self.task, name)(*arguments)
 
     def backward(
         self, loss: Tensor, last: bool = True, inputs: Sequence[Tensor] | None = None, retain_graph: bool = False
     ) -> None:
-        """Accumulate the gradients of `loss`, only for `inputs` if given. With `last`, reduce them over processes.
+        """Accumulate the gradients of `loss`. If `last` is True, reduce them over processes.
 
-        Raises TaskError if the loss is not a scalar or does not require a gradient.
+        If `inputs` are given, only compute the gradients of these tensors. Raises TaskError if the loss is not a scalar
+        or does not require a gradient.
         """
         if loss.requires_grad is False or loss.numel() != 1:
             raise TaskError(describe_bad_loss(loss))
         if self.plain_backward and inputs is None and not retain_graph:
             engine, compiled = self.engine, self.device.type != "cpu" and "torch._dynamo" in sys.modules
             if engine is None or compiled or torch.overrides.has_torch_function_unary(loss):
-                # without a gradient argument, since torch would import sympy to compare shapes (0.4 s); and not
+                # without a gradient argument, because torch would import sympy to compare shapes (0.4 s); and not
                 # torch.autograd.backward, which in torch 2.10 skips the overrides of Tensor subclasses
                 loss.backward()
                 return
@@ -321,43 +327,46 @@ class Strategy:
             loss.backward(inputs=inputs, retain_graph=retain_graph)
 
     def leave_out(self, last: bool, after_forward: bool) -> None:
-        """Take part in a step without a gradient, if the batch is skipped or this process has no batch left."""
+        """Take part in a step without a gradient if the batch is skipped or this process has no batches left."""
 
     def end_step(self) -> None:
-        """Complete the gradients and buffers of a step after its last backward pass. All ranks must call this."""
+        """Finalize the gradients and buffers after a step's last backward pass. All ranks must call this."""
         if self.tree is not None:
             self.tree.finish()
         if self.buffers.places:
             if self.by_replica and self.replica is None:  # no batch here, but the broadcast below overwrites buffers
                 self.buffers.open_replica(0)
-            # before the broadcast from rank 0, which it would overwrite
+            # before the broadcast, whose result this call would overwrite
             self.buffers.close_step()
             if self.data_ranks.size > 1:
                 self.align_buffers()
         self.replica = None
 
     def abandon_step(self) -> None:
-        """Drop a step before its last batch."""
+        """Drop an unfinished step."""
         if self.tree is not None:
             self.tree.abandon()
         self.buffers.close_step()
         self.replica = None
 
     def average(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Average gradients over ranks under manual optimization, before an optimizer uses them.
+        """Average gradients over ranks before an optimizer step under manual optimization.
 
-        Repeated calls have no effect.
+        Repeated calls have no further effect.
         """
 
     def optimizer_step(self, optimizer: Optimizer, closure: Any = None, **options: Any) -> Any:
-        """Update the weights unless a scaled gradient has overflowed; return the result of `optimizer.step`."""
+        """Update the weights unless a scaled gradient has overflowed. Return the result of `optimizer.step`."""
         if self.precision.scaler is None:
             return torch_private.step_of(optimizer)(closure, **options)
         self.precision.step(optimizer, **options)
         return None
 
     def clip(self, optimizer: Optimizer, limit: float, algorithm: str) -> Tensor | None:
-        """Clip the gradients of `optimizer`'s parameters; return their norm before clipping if `algorithm` uses it."""
+        """Clip the gradients of `optimizer`'s parameters by value or norm.
+
+        Return the norm before clipping, or None if `algorithm` is "value".
+        """
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if algorithm == "value":
             nn.utils.clip_grad_value_(parameters, limit)
@@ -365,7 +374,7 @@ class Strategy:
         return nn.utils.clip_grad_norm_(parameters, limit)
 
     def align_buffers(self) -> None:
-        """Give every rank the buffers of replica 0, so that evaluation is the same on all ranks."""
+        """Copy the buffers of replica 0 to all ranks, so that evaluations give the same results on every rank."""
         if self.task is not None:
             self.collectives.broadcast_tensors(self.task.buffers())
 

@@ -1,4 +1,4 @@
-"""Sums the replicas' gradients in a fixed binary tree, for bitwise identical results on any number of processes."""
+"""Sums of the replicas' gradients in a fixed binary tree, bitwise identical for any number of processes."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -26,19 +26,19 @@ class TreeNode(NamedTuple):
 
 
 class CarryStack(Generic[Value]):
-    """Stack of subtrees that wait for their right sibling; push subtrees in the order of the replicas."""
+    """Stack of subtrees that wait for their right siblings. Push subtrees in the order of their replicas."""
 
     def __init__(self, add: Callable[[Value, Value], Value]) -> None:
         """Create an empty stack.
 
         Args:
-            add: function that returns the sum of two values, in the memory of the first.
+            add: function that returns the sum of two values. It may overwrite the first value.
         """
         self.add = add
         self.waiting: list[tuple[TreeNode, Value]] = []
 
     def push(self, node: TreeNode, value: Value) -> None:
-        """Push the next subtree, and add siblings while there are any."""
+        """Push the next subtree. If its left sibling is on the stack, add both and push the parent instead."""
         while self.waiting:
             left, sum_so_far = self.waiting[-1]
             # Siblings are adjacent and of equal size; the left one starts at a multiple of the parent's size. So the
@@ -51,7 +51,7 @@ class CarryStack(Generic[Value]):
         self.waiting.append((node, value))
 
     def total(self) -> Value:
-        """Return the root after the last replica; a node without a right sibling moves up unchanged."""
+        """Return the value of the root after the last replica. A node without a right sibling moves up unchanged."""
         _, value = self.waiting.pop()
         while self.waiting:
             value = self.add(self.waiting.pop()[1], value)
@@ -59,7 +59,7 @@ class CarryStack(Generic[Value]):
 
 
 def add_gradients(left: Gradients, right: Gradients) -> Gradients:
-    """Add two lists of gradients item by item; None counts as zero."""
+    """Add two lists of gradients item by item. None counts as zero."""
     pairs = [(a, b) for a, b in zip(left, right, strict=True) if a is not None and b is not None]
     if pairs:
         add_to_each([a for a, _ in pairs], [b for _, b in pairs])
@@ -75,7 +75,7 @@ def partial_nodes(replicas: Iterable[int]) -> list[TreeNode]:
 
 
 def add_up(nodes_of: list[list[TreeNode]], values: Iterable[Value], add: Callable[[Value, Value], Value]) -> Value:
-    """Return the sum over all replicas. `values` contains the values of each rank's partial nodes, rank by rank."""
+    """Return the sum over all replicas. `values` contains the values of all partial nodes, ordered by rank."""
     # ranks are in the order of their replicas, as CarryStack requires
     stack = CarryStack(add)
     for node, value in zip((node for nodes in nodes_of for node in nodes), values, strict=True):
@@ -110,7 +110,7 @@ class ReplicaStack:
         self.stack, self.next = CarryStack(add_gradients), self.owned.start
 
     def push(self, replica: int, gradients: Gradients) -> None:
-        """Push the gradients of a replica; skipped replicas had no batch."""
+        """Push the gradients of a replica. Replicas that are skipped had no batch."""
         for absent in range(self.next, replica):
             self.stack.push(TreeNode(absent, 0), [None] * self.parameters)
         self.stack.push(TreeNode(replica, 0), gradients)
@@ -131,7 +131,7 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 
 
 class Bucket:
-    """Parameters of one dtype on one device whose gradients are communicated together, with their buffers."""
+    """Parameters of one dtype on one device whose gradients are communicated together, and the buffers for this."""
 
     def __init__(
         self,
@@ -140,10 +140,10 @@ class Bucket:
         process: int,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        """Allocate the buffers of a bucket.
+        """Create a bucket. Its buffers are allocated when it is first sent.
 
         Args:
-            group: process group of the collectives; None selects the default group.
+            group: process group for the collectives; None selects the default group.
         """
         self.parameters, self.group = list(parameters), group
         self.layout = layout
@@ -156,7 +156,7 @@ class Bucket:
         self.sizes = [parameter.numel() for parameter in self.parameters]
         # one row per partial node: all gradients, and for each gradient the number of processes that have it
         self.length = sum(self.sizes) + len(self.sizes)
-        # rounded up with padded rows, since all_gather needs equal shares
+        # rounded up with padded rows, because all_gather needs equal shares
         self.share = -(-self.length // layout.processes)
         self.outgoing = self.incoming = self.row = self.all_present = torch.empty(0)
         self.local: list[Tensor | None] = []
@@ -188,7 +188,7 @@ class Bucket:
         return gradients
 
     def finish_alone(self) -> None:
-        """Write the sums, if this process has all replicas."""
+        """Write the sums to the parameters' gradients if this process runs all replicas."""
         self._give_gradients(add_up(self.nodes_of, self.replicas.close(), add_gradients))
 
     def _give_gradients(self, gradients: list[Tensor | None]) -> None:
@@ -268,7 +268,10 @@ class Bucket:
         return self.all_present if all(present) else self.all_present.new_tensor(present)
 
     def _allocate(self, nodes: int) -> None:
-        """Allocate the send and receive buffers only once, because new memory costs a page fault per 4 KiB."""
+        """Allocate the send and receive buffers if there are none yet.
+
+        They are reused in later steps, because new memory costs a page fault per 4 KiB.
+        """
         if self.outgoing.numel() == 0:
             world, share = self.layout.processes, self.share
             like = self.parameters[0].detach()
@@ -311,10 +314,10 @@ class ReplicaTree(Protocol):
         """Start the batches of a replica, after all batches of the previous one."""
 
     def expect_last(self) -> None:
-        """Prepare for this process's last backward pass in the step."""
+        """Prepare for the last backward pass of the step on this process."""
 
     def finish(self) -> None:
-        """Set the gradients to the step's gradients. All ranks must call this."""
+        """Set each parameter's gradient to the gradient of the step. All ranks must call this."""
 
     def abandon(self) -> None:
         """Drop the gradients of an unfinished step."""
@@ -324,13 +327,13 @@ class ReplicaTree(Protocol):
 
 
 BUCKET_ELEMENTS = 1 << 22
-"""Elements per bucket: enough to use the bandwidth, but few enough to sum a bucket while the next is in flight."""
+"""Elements per bucket: enough to use the bandwidth, but few enough to sum one bucket while the next is in flight."""
 IN_FLIGHT = 2
-"""Maximum number of buckets in flight; beyond it, wait for the oldest."""
+"""Maximum number of buckets in flight. If there are more, the oldest bucket is completed first."""
 
 
 class GradientTree:
-    """Reduces the gradients of all replicas to the step's gradient, bitwise identical on every process."""
+    """Sums the gradients of all replicas in a fixed order. The sums are bitwise identical on every process."""
 
     def __init__(
         self,
@@ -365,7 +368,7 @@ class GradientTree:
         self.hooks = []
 
     def begin_replica(self, replica: int) -> None:
-        """Collect the previous replica's gradients; before the first replica, set aside those of earlier steps."""
+        """Collect the gradients of the previous replica. Before the first replica, set aside those of earlier steps."""
         self._take()
         self.replica = replica
 
@@ -377,7 +380,7 @@ class GradientTree:
                 bucket.take(self.replica)
 
     def expect_last(self) -> None:
-        """Send buckets during the next backward pass, this process's last in the step."""
+        """Send buckets during the next backward pass, which is the last of the step on this process."""
         self.is_last = self.replica is not None
         for bucket in self.buckets:
             bucket.missing = set(range(len(bucket.parameters)))
@@ -389,7 +392,7 @@ class GradientTree:
         self.replica, self.is_last = None, False
 
     def finish(self) -> None:
-        """Set every parameter's gradient to the step's gradient. All processes must call this."""
+        """Set each parameter's gradient to the gradient of the step. All processes must call this."""
         self._take()
         self.replica, self.is_last = None, False
         if self.alone:
@@ -408,7 +411,7 @@ class GradientTree:
         self.next_to_send = 0
 
     def _arrived(self, bucket: Bucket, index: int, parameter: nn.Parameter) -> None:
-        """Send the buckets that are ready; called as a hook when the gradient of `parameter` is complete."""
+        """Send the buckets that are ready. This hook runs when the gradient of `parameter` is complete."""
         if not self.is_last or self.replica is None:
             return
         bucket.missing.discard(index)
@@ -423,8 +426,8 @@ class GradientTree:
         self.next_to_send += 1
         bucket.send()
         self.in_flight.append(bucket)
-        # Summing the oldest while newer ones are in flight overlaps compute with communication. The number is fixed,
-        # since gather() is a collective, too.
+        # Summing the oldest bucket while newer ones are in flight overlaps computation with communication. The number
+        # is fixed, because gather() is a collective, too.
         if len(self.in_flight) > IN_FLIGHT:
             self.in_flight.popleft().gather()
 

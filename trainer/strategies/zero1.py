@@ -1,6 +1,6 @@
 """ZeRO stage 1: DDP with optimizer states sharded over processes.
 
-After Rajbhandari et al. 2020, "ZeRO" (https://arxiv.org/abs/1910.02054), with torch's ZeroRedundancyOptimizer.
+See Rajbhandari et al. 2020, "ZeRO" (https://arxiv.org/abs/1910.02054). Legato uses torch's ZeroRedundancyOptimizer.
 """
 
 import warnings
@@ -32,7 +32,7 @@ with warnings.catch_warnings():
 
 
 class Zero1Strategy(DDPStrategy):
-    """Distributed data parallelism with optimizer states that are sharded over processes by whole tensors."""
+    """Distributed data parallelism with sharded optimizer states: a process has the states of some parameters."""
 
     name = "zero1"
 
@@ -45,12 +45,12 @@ class Zero1Strategy(DDPStrategy):
         raise ConfigError("zero1 does not support elastic=true: a process that dies loses its shard. Use strategy ddp.")
 
     def prepare(self, task: "Task", optimizers: Sequence[Optimizer]) -> list[Optimizer]:
-        """Prepare the placed task. The returned optimizers update this process's shard and fetch the other weights."""
+        """Prepare the placed task. Each returned optimizer updates this process's weights and fetches the others."""
         prepared = super().prepare(task, optimizers)
         return prepared if self.place.world_size == 1 else [self._sharded(optimizer) for optimizer in prepared]
 
     def _sharded(self, optimizer: Optimizer) -> Optimizer:
-        """Return an optimizer that updates this process's shard.
+        """Return an optimizer that updates this process's shard of the weights.
 
         The returned optimizer shares the parameter groups of `optimizer`, so that learning rate schedulers of
         `optimizer` affect it.
@@ -84,16 +84,16 @@ class Zero1Strategy(DDPStrategy):
         return wrapped
 
     def join(self, place: Place, devices: Sequence[torch.device], precision: str | int) -> None:
-        """Join the process group, and create another group for saving."""
+        """Join the process group, and create another group for saving checkpoints."""
         super().join(place, devices, precision)
         self.shard = place.rank
         self.state_dicts.collectives = self.collectives
         self.state_dicts.open_writers(place.rank, place.world_size)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Any = None, **options: Any) -> Any:
-        """Update this process's shard, and fetch the other weights.
+        """Update this process's shard of the weights, and fetch the other weights.
 
-        Raises ConfigError under reproducible=bitwise if the update draws random numbers.
+        Raises ConfigError if the update draws random numbers under reproducible=bitwise.
         """
         assert self.task is not None
         original = getattr(optimizer, "original", None)  # None: this process updates all weights
@@ -114,7 +114,7 @@ class Zero1StateDicts(ShardedStateDicts):
     read_in_parts = ("optimizer_states",)
 
     def parts(self, world_size: int) -> StateParts:
-        """Return the division: the optimizer's state is sharded over all processes."""
+        """Return how a run is divided. The optimizer's state is sharded over all processes."""
         return StateParts(world_size, optimizer=world_size)
 
     def __init__(self) -> None:
@@ -122,7 +122,10 @@ class Zero1StateDicts(ShardedStateDicts):
         self.collectives = SINGLE
 
     def optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the state dict of `optimizer`, with empty shards for other ranks' states. All ranks must call this."""
+        """Return the state dict of `optimizer`, with empty shards in place of other ranks' states.
+
+        All ranks must call this.
+        """
         if not isinstance(optimizer, ZeroRedundancyOptimizer):
             return super().optimizer(optimizer)
         indices = dict(_numbered(optimizer))
@@ -156,7 +159,7 @@ def _numbered(optimizer: Optimizer) -> Iterator[tuple[nn.Parameter, int]]:
 
 
 class _ShardFactory:
-    """Creates optimizers like `optimizer` for some of its parameters, whatever arguments the class takes."""
+    """Creates copies of `optimizer` with a subset of its parameters, without knowing the arguments of its class."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer

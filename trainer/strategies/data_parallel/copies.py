@@ -19,10 +19,11 @@ ModuleType = TypeVar("ModuleType", bound=nn.Module)
 
 
 def copy_to_devices(module: ModuleType, devices: Sequence[torch.device]) -> list[ModuleType]:
-    """Return a shallow copy of `module` for each device; the module must be on the first one.
+    """Return a shallow copy of `module` for each device. The module must be on the first device.
 
-    Gradients of all copies accumulate in the module's parameters, in the order of the devices. The first copy shares
-    the module's buffers. On accelerators this is torch.nn.parallel.replicate, which does not support CPU devices.
+    The gradients of all copies accumulate in the module's parameters, in the order of the devices. The first copy
+    shares the module's buffers. On accelerators, torch.nn.parallel.replicate makes the copies. It does not support
+    CPU devices.
     """
     if devices[0].type != "cpu":
         return list(parallel.replicate(module, list(devices), detach=not torch.is_grad_enabled()))
@@ -32,7 +33,7 @@ def copy_to_devices(module: ModuleType, devices: Sequence[torch.device]) -> list
     flat: tuple[Tensor, ...] = _Broadcast.apply(len(devices), *trainable) if trainable else ()  # type: ignore[no-untyped-call]
     copies = []
     for index in range(len(devices)):
-        # frozen parameters are shared, since they receive no gradient
+        # frozen parameters are shared, because they receive no gradient
         tensors = {id(parameter): parameter.detach() for parameter in parameters}
         broadcast = flat[index * len(trainable) : (index + 1) * len(trainable)]
         tensors.update((id(parameter), value) for parameter, value in zip(trainable, broadcast, strict=True))
@@ -42,9 +43,9 @@ def copy_to_devices(module: ModuleType, devices: Sequence[torch.device]) -> list
 
 
 class _Broadcast(Function):
-    """Broadcasts tensors to several copies; backward sums their gradients in the order of the copies.
+    """Broadcasts tensors to several copies. In backward, sums the gradients of the copies in order.
 
-    Autograd would sum the gradients in the order in which it computes them.
+    Autograd itself would sum the gradients in the order in which it computes them.
     """
 
     @staticmethod
@@ -68,7 +69,10 @@ def _add(gradients: Sequence[Tensor | None]) -> Tensor | None:
 
 
 def keep_buffers(module: nn.Module, copy: nn.Module) -> None:
-    """Copy buffers that a step reassigned on the first copy back to the task; in-place changes are shared anyway."""
+    """Copy buffers that a step reassigned on the first copy back to the task.
+
+    This is not necessary for in-place changes, because the first copy shares the task's buffers.
+    """
     for original, twin in zip(module.modules(), copy.modules(), strict=True):
         buffers, new = own_buffers(original), own_buffers(twin)
         for name, buffer in list(buffers.items()):
@@ -78,7 +82,7 @@ def keep_buffers(module: nn.Module, copy: nn.Module) -> None:
 
 
 def log_as(task: "Task", samples: int, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-    """Log a copy's value on `task`, with batch_size=`samples` unless the step sets batch_size."""
+    """Log a value of a copy on `task`. If the step does not set batch_size, use `samples`."""
     # `Task.log` finds the name of a metric by identity, so it needs the task's object
     value = value.metric if isinstance(value, SharedMetric) else value
     task.log(name, value, *args, **({"batch_size": samples} | kwargs))
@@ -111,7 +115,7 @@ class SharedMetric:
 
 
 def find_metrics(task: nn.Module) -> list[tuple[str, str, Any]]:
-    """Return (parent's name, name in the parent, metric) for each outermost torchmetrics object of `task`."""
+    """Return (name of the parent, name in the parent, metric) for each outermost torchmetrics object in `task`."""
     library = sys.modules.get("torchmetrics")
     if library is None:
         return []
@@ -127,6 +131,6 @@ def find_metrics(task: nn.Module) -> list[tuple[str, str, Any]]:
 
 
 def share_metrics(copy: nn.Module, metrics: Sequence[tuple[str, str, Any]], device: torch.device) -> None:
-    """Make `copy` use the task's `metrics`, which are on `device`."""
+    """Replace the metrics in `copy` with the task's `metrics`, which are on `device`."""
     for path, name, metric in metrics:
         put_child(copy.get_submodule(path), name, SharedMetric(metric, device))

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 
 class DataParallelStrategy(Strategy):
-    """One process with several devices. Every batch is split over all of them, for any number of replicas.
+    """One process with several devices. Every batch is split over all devices, for any number of replicas.
 
-    Chunks run in turn in one thread. Kernels are launched asynchronously, so a device computes while the next chunk is
-    launched. Autograd has one thread per device anyway.
+    A single thread launches the chunks of a batch one after the other. Kernels run asynchronously, so a device computes
+    while the next chunk is being launched. In the backward pass, autograd uses one thread per device.
 
     Each accelerator draws random numbers from its own generator, keyed by step, replica and chunk. CPU devices share
     the host's generator. The random numbers for a batch therefore depend on the number of devices.
@@ -73,14 +73,14 @@ class DataParallelStrategy(Strategy):
 
     # --- the step ---------------------------------------------------------------------------------------------------
     def training_step(self, arguments: Sequence[Any], replica: int | None, last: bool) -> Any:
-        """Run training_step on the batch's chunks; return the combined output."""
+        """Run training_step on each chunk of the batch. Return the combined output."""
         if self.by_replica:
             self._open_replica(replica)
         with self.precision.forward_context():
             return self._run_split("training_step", arguments)
 
     def evaluation_step(self, name: str, arguments: Sequence[Any]) -> Any:
-        """Run the step with this name on the batch's chunks; return the combined output."""
+        """Run the task's method `name` on each chunk of the batch. Return the combined output."""
         with self.precision.forward_context():
             return self._run_split(name, arguments)
 
@@ -122,12 +122,12 @@ class DataParallelStrategy(Strategy):
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
-    """Return a context manager that makes `device` the current device of its kind; a no-op on the CPU."""
+    """Return a context manager that makes `device` the current device. On the CPU, it does nothing."""
     return nullcontext() if device.type == "cpu" else torch.accelerator.device_index(device.index)
 
 
 def _step_of(copy: "Task", task: "Task", name: str) -> Any:
-    """Return the step method bound to `copy`, even if it was assigned to the instance and is bound to `task`."""
+    """Return the step method bound to `copy`, even if it is an instance attribute that is bound to `task`."""
     step = getattr(copy, name)
     return MethodType(step.__func__, copy) if getattr(step, "__self__", None) is task else step
 

@@ -1,9 +1,9 @@
-"""DDP with parameter servers: dense layers in every trainer, large modules on server processes.
+"""DDP with parameter servers: every trainer has all dense layers, and server processes have the large modules.
 
-This strategy is for models with a module that is too large for every process, such as the embeddings of a recommender.
-The task lists such modules in `remote_modules`. The trainers are the first processes of the run, the servers the last.
-A step is equivalent to a step in a single process: DDP reduces dense gradients, and each server sums the gradients of
-its modules and updates them once per step.
+This strategy is for models with a module that is too large to be in every process, such as the embeddings of a
+recommender system. The task lists such modules in `remote_modules`. The trainers have the first ranks of the run, and
+the servers have the last ranks. A step is equivalent to a step in a single process: DDP reduces the dense gradients,
+and each server sums the gradients of its modules and updates these modules once per step.
 """
 
 import inspect
@@ -58,7 +58,8 @@ class DDPRPCStrategy(DDPStrategy):
         Args:
             servers: number of processes for the remote modules, in addition to trainer.devices.
 
-        Also accepts the arguments of the ddp strategy. The timeout for the `step` phase also limits remote calls.
+        The other arguments are the same as for the ddp strategy. The timeout for the `step` phase also limits remote
+        calls.
         """
         super().__init__(
             bucket_cap_mb=bucket_cap_mb,
@@ -89,7 +90,10 @@ class DDPRPCStrategy(DDPStrategy):
         return len(devices) + self.servers
 
     def _trainers(self, place: Place) -> int:
-        """Return the number of trainers. The trainers have the first ranks. Raises ConfigError if there are none."""
+        """Return the number of trainers, which have the first ranks.
+
+        Raises ConfigError if there are no trainers, or if the strategy does not support this layout of processes.
+        """
         trainers = place.world_size - self.servers
         if place.origin == "script":
             raise ConfigError(
@@ -113,7 +117,7 @@ class DDPRPCStrategy(DDPStrategy):
         index = place.rank - self._trainers(place)
         if index >= 0 and task is not None:
             remote.build_served_modules(task, divided(task.remote_modules(), self.servers)[index], seed)
-            # after building the modules, since this tells the trainers through the store that they can call them
+            # after building the modules, because this call tells the trainers that they can use them
             session = self._enter(place)
             with handling_end_signals(lambda number: None):  # a server must outlive trainers that save after a signal
                 while not session.is_over():
@@ -216,8 +220,8 @@ class DDPRPCStrategy(DDPStrategy):
         return output
 
     def _open_context(self) -> int:
-        # One context per batch, since a distributed autograd context supports only one backward pass and a second one
-        # never returns. A thread can have only one context at a time.
+        # One context per batch, because a distributed autograd context supports only one backward pass, and a second
+        # backward pass never returns. A thread can have only one context at a time.
         if self.context is None:
             context = dist_autograd.context()
             self.context = context, context.__enter__()
@@ -231,9 +235,9 @@ class DDPRPCStrategy(DDPStrategy):
     def backward(
         self, loss: Tensor, last: bool = True, inputs: Sequence[Tensor] | None = None, retain_graph: bool = False
     ) -> None:
-        """Accumulate gradients of `loss` here and on the servers.
+        """Accumulate gradients of `loss` in this process and on the servers.
 
-        With `last`, reduce the dense gradients over trainers.
+        If `last` is True, reduce the dense gradients over the trainers.
         """
         if loss.requires_grad is False or loss.numel() != 1:
             raise TaskError(describe_bad_loss(loss))
@@ -247,12 +251,12 @@ class DDPRPCStrategy(DDPStrategy):
         self._close_context()
 
     def _ask_servers(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """Call a function on every server that has a module; return the futures."""
+        """Call a function asynchronously on every server that has a module. Return the futures."""
         servers = sorted({module.server for module in self.remotes.values()})
         return [rpc.rpc_async(server, function, args=arguments) for server in servers]
 
     def _take(self, gradients: Mapping[Tensor, Tensor], last: bool) -> None:
-        """Collect the dense gradients of a batch. The last batch's gradients are already means over trainers."""
+        """Collect the dense gradients of a batch. Gradients of the last batch are already means over the trainers."""
         assert self.task is not None
         for parameter in self.task.parameters():
             gradient, before = gradients.get(parameter), self.held.get(parameter)
@@ -264,7 +268,7 @@ class DDPRPCStrategy(DDPStrategy):
                 self.held[parameter] = gradient.clone() if before is None else before.add_(gradient)
 
     def end_step(self) -> None:
-        """Reduce and add the gradients of the earlier batches, since DDP only reduces those of the last context."""
+        """Reduce and add the gradients of earlier batches, because DDP only reduces those of the last batch."""
         super().end_step()
         assert self.task is not None
         # the config decides, not this rank's gradients: all ranks must issue the same collectives
@@ -278,7 +282,7 @@ class DDPRPCStrategy(DDPStrategy):
             parameter.grad = before if parameter.grad is None else parameter.grad + before
 
     def leave_out(self, last: bool, after_forward: bool) -> None:
-        """Take part in the trainers' all-reduce without a gradient."""
+        """Take part in the trainers' all-reduce with zero gradients."""
         if self.ddp is None or not last:
             self._close_context()
         else:
@@ -286,7 +290,7 @@ class DDPRPCStrategy(DDPStrategy):
             self.backward(self._zero_loss(), last=True)
 
     def abandon_step(self) -> None:
-        """Drop the gradients of an unfinished step, here and on the servers."""
+        """Drop the gradients of an unfinished step in this process and on the servers."""
         super().abandon_step()
         self._close_context()
         self.held = {}
@@ -294,12 +298,12 @@ class DDPRPCStrategy(DDPStrategy):
             waiting.wait()
 
     def clip(self, optimizer: Optimizer, limit: float, algorithm: str) -> Tensor | None:
-        """Clip gradients by value, here and on the servers."""
+        """Clip gradients by value in this process and on the servers."""
         self.clip_value = limit
         return super().clip(optimizer, limit, algorithm)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Any = None, **options: Any) -> Any:
-        """Update the dense weights here. The servers update their weights once all trainers have called them."""
+        """Update the dense weights in this process. Each server updates its weights after all trainers have called."""
         scale, trainers = 1.0 / self.loss_scale, self.place.world_size
         changed = options_of(optimizer) if self.place.rank == 0 else None
         with peers_gone("server"):
@@ -314,7 +318,7 @@ class DDPRPCStrategy(DDPStrategy):
 
     # --- the end ----------------------------------------------------------------------------------------------------
     def finish(self) -> None:
-        """Build the remote modules in the task: on rank 0 with their weights, on other ranks on the meta device."""
+        """Build the remote modules in the task: with their weights on rank 0, and on the meta device on other ranks."""
         super().finish()
         if self.task is not None:
             is_kept = self.place.rank == 0
@@ -341,7 +345,7 @@ class DDPRPCStrategy(DDPStrategy):
 
 def divided(names: Iterable[str], servers: int) -> list[list[str]]:
     """Return the names of the remote modules on each server, assigned round-robin."""
-    # not in contiguous blocks, since adjacent tables often have the same size
+    # not in contiguous blocks, because adjacent tables often have the same size
     listed = list(names)
     return [listed[server::servers] for server in range(servers)]
 
@@ -363,16 +367,19 @@ class RemoteStateDicts(StateDicts):
         self.strategy = strategy
 
     def parts(self, world_size: int) -> StateParts:
-        """Count only trainers as processes with batches. The task determines how weights are sharded."""
+        """Return how a run is divided. Only trainers process batches. The task determines how weights are sharded."""
         return StateParts(world_size - self.strategy.servers, weights=None)
 
     def load_model(self, task: "Task", weights: Mapping[str, Any], strict: bool) -> None:
-        """Load weights; rank 0 sends the weights of remote modules to their servers."""
+        """Load weights. Rank 0 sends the weights of remote modules to their servers."""
         super().load_model(task, weights, strict)
         self.strategy.collectives.barrier()
 
     def optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the state dict of an equivalent single-process run; only rank 0 has the states of remote modules."""
+        """Return the state dict that `optimizer` would have in a single process.
+
+        Only the result on rank 0 contains the states of remote modules.
+        """
         local = optimizer.state_dict()
         if self.strategy.collectives.rank > 0:
             return local
@@ -389,7 +396,7 @@ class RemoteStateDicts(StateDicts):
         return {"state": state, "param_groups": [{**local["param_groups"][0], "params": list(range(len(places)))}]}
 
     def load_optimizer(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Load the state dict of an equivalent single-process run, here and on the servers."""
+        """Load a state dict in the format of a single process, both in this process and on the servers."""
         places, group = self._places(), state["param_groups"][0]
         if len(places) != len(group["params"]):
             raise ValueError(f"expected states for {len(places)} parameters, got {len(group['params'])}")
@@ -404,7 +411,7 @@ class RemoteStateDicts(StateDicts):
         self.strategy.collectives.barrier()
 
     def parameter_names(self, task: "Task", optimizer: Optimizer) -> list[list[str]] | None:
-        """Return None: the names of parameters on servers are unknown."""
+        """Return None, because the names of parameters on servers are unknown."""
         return None
 
     def _places(self) -> list[tuple[Remote | None, int]]:

@@ -1,6 +1,6 @@
 """Remote modules: modules of a task on server processes, and the functions that servers run for trainers.
 
-Trainers call a module through torch's RemoteModule, under distributed autograd. See
+Trainers call a module through torch's RemoteModule and distributed autograd. See
 https://docs.pytorch.org/tutorials/advanced/rpc_ddp_tutorial.html ("Combining DDP with the Distributed RPC framework").
 A server sums the gradients of all trainers and updates its weights once per step; see
 https://docs.pytorch.org/tutorials/intermediate/rpc_async_execution.html ("batch-updating parameter server").
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from ....tasks.task import Task
 
 REFUSED: tuple[Any, ...] = (BATCH_NORM, nn.Dropout.__base__)
-"""Unsupported modules: they behave differently in training and evaluation, but a server handles both at once."""
+"""Unsupported modules. They behave differently in training and evaluation, but a server handles both at once."""
 
 
 # --- a server ---------------------------------------------------------------------------------------------------------
@@ -48,15 +48,15 @@ class ServedModule:
         """Number of trainers that have finished the backward passes of the step."""
 
     def names(self) -> tuple[list[str], int]:
-        """Return the names in the module's state_dict, and its number of parameters."""
+        """Return the keys of the module's state dict, and the module's number of parameters."""
         return list(self.module.state_dict()), len(list(self.module.parameters()))
 
     def make_optimizer(self, kind: type[Optimizer], options: dict[str, Any]) -> None:
-        """Create the module's optimizer, of the same kind as the trainers' optimizer."""
+        """Create the module's optimizer. It has the same class as the trainers' optimizer."""
         self.optimizer = kind(self.module.parameters(), **options)
 
     def finish_step(self, trainers: int, scale: float, clip: float | None, options: dict[str, Any] | None) -> None:
-        """Record that a trainer has finished its backward passes; after the last trainer, update the weights.
+        """Record that a trainer has finished its backward passes. After the last trainer, update the weights.
 
         Args:
             options: the optimizer's current options, such as a scheduled learning rate.
@@ -80,7 +80,7 @@ class ServedModule:
 
 
 SERVED: dict[str, ServedModule] = {}
-"""The modules of a server process by name; remote calls find them by name."""
+"""The modules of a server process, by name."""
 GRADIENTS: dict[int, dict[Tensor, Tensor]] = {}
 """Gradients of the current step, keyed by the rank of the trainer that computed them."""
 LOCK = threading.Lock()
@@ -114,7 +114,7 @@ def call_here(name: str, method: str, *arguments: Any) -> Any:
 
 
 def collect_gradients(context: int, rank: int) -> None:
-    """Collect the gradients that a trainer's backward pass has computed on this server."""
+    """Collect the gradients that a trainer's backward pass computed on this server."""
     with LOCK:
         sums = GRADIENTS.setdefault(rank, {})
         for parameter, gradient in dist_autograd.get_gradients(context).items():  # type: ignore[attr-defined]
@@ -129,7 +129,7 @@ def drop_gradients(rank: int) -> None:
 
 # --- a trainer --------------------------------------------------------------------------------------------------------
 class Remote(nn.Module):
-    """Proxy in a task for a module on a server."""
+    """Proxy for a module on a server. It replaces the module in the task."""
 
     def __init__(self, name: str, server: str, leads: bool, device: torch.device) -> None:
         """Create the proxy for a module.
@@ -141,12 +141,12 @@ class Remote(nn.Module):
         self.name, self.server, self.leads, self.device = name, server, leads, device
         with peers_gone(server):
             reference = rpc.remote(server, module_named, args=(name,))
-            # in a list, so that nn.Module does not register it, since RemoteModule lacks most methods of a module
+            # in a list, so that nn.Module does not register it: RemoteModule lacks most methods of a module
             self.modules_there = [RemoteModule.init_from_module_rref(f"{server}/cpu", reference)]
         self.keys, self.count = self.call("names")
 
     def ask(self, method: str, *arguments: Any) -> Any:
-        """Call a method of the `ServedModule` asynchronously; return the future."""
+        """Call a method of the `ServedModule` asynchronously. Return the future."""
         return rpc.rpc_async(self.server, call_here, args=(self.name, method, *arguments))
 
     def call(self, method: str, *arguments: Any) -> Any:
@@ -155,7 +155,7 @@ class Remote(nn.Module):
             return self.ask(method, *arguments).wait()
 
     def forward(self, *arguments: Any, **options: Any) -> Any:
-        """Call the module on its server, with tensors on the CPU."""
+        """Call the module on its server. Tensors are sent from CPU to CPU."""
         args = [value.cpu() if isinstance(value, Tensor) else value for value in arguments]
         kwargs = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in options.items()}
         with peers_gone(self.server):
@@ -174,7 +174,10 @@ class Remote(nn.Module):
 
 
 def parameter_places(task: nn.Module) -> list[tuple[Remote | None, int]]:
-    """Return each parameter's remote module (None if local) and its index there, in single-process order."""
+    """Return the remote module of each parameter (None if it is local) and its index among the module's parameters.
+
+    The parameters are in the same order as in a single process.
+    """
     places: list[tuple[Remote | None, int]] = []
     local: dict[nn.Parameter, int] = {}
     for module in task.modules():
@@ -190,7 +193,7 @@ def parameter_places(task: nn.Module) -> list[tuple[Remote | None, int]]:
 # --- all processes ----------------------------------------------------------------------------------------------------
 @contextmanager
 def peers_gone(server: str) -> Iterator[None]:
-    """Convert RPC's errors for a lost peer to ConnectionError, which is never reported as the cause of a failure."""
+    """Convert RPC errors about a lost peer to ConnectionError, which Legato never reports as the cause of a failure."""
     try:
         yield
     except RuntimeError as error:
@@ -235,7 +238,7 @@ class RpcSession:
     """Store for RPC's rendezvous."""
 
     def __init__(self, store: Store, rank: int, world_size: int, name: str, timeout: float) -> None:
-        """Open the session, once all processes have arrived."""
+        """Open the session after all processes have arrived."""
         from torch.distributed.rpc import TensorPipeRpcBackendOptions, backend_registry
 
         self.store, self.stage, self.whole = store, 0, True
@@ -244,14 +247,18 @@ class RpcSession:
             warnings.filterwarnings("ignore", message="You are using a Backend", category=UserWarning)
             options = TensorPipeRpcBackendOptions(rpc_timeout=timeout, init_method=f"{SCHEME}://")
             before: timedelta = store.timeout  # type: ignore[attr-defined]
-            # a class attribute, since torch passes only the URL to a rendezvous handler
+            # a class attribute, because torch passes only the URL to a rendezvous handler
             RpcSession.meeting = PrefixStore("rpc", store)
             rpc.init_rpc(name, backend.TENSORPIPE, rank, world_size, options)
             store.set_timeout(before)  # torch sets it to RPC's timeout
         atexit.register(self.close)  # RPC's threads must not outlive the interpreter
 
     def begin_stage(self, servers: Sequence[str], timeout: timedelta, own: str | None = None) -> None:
-        """Begin a run: the server named `own` announces that its modules are built; a trainer waits for all servers."""
+        """Begin a run. A server announces that its modules are built, and a trainer waits for all servers.
+
+        Args:
+            own: name of this server; None on a trainer.
+        """
         self.stage += 1
         if own is not None:
             self.store.set(f"open {self.stage} {own}", "yes")
@@ -259,13 +266,16 @@ class RpcSession:
             self.store.wait([f"open {self.stage} {server}" for server in servers], timeout)
 
     def end_stage(self, whole: bool) -> None:
-        """Release the servers from this run; `whole` is False if the run has failed."""
+        """End the run on all servers. `whole` is False if the run has failed."""
         self.whole &= whole
         with suppress(RuntimeError):  # the process that hosts the store may have exited
             self.store.set(f"over {self.stage}", "yes")
 
     def close(self) -> None:
-        """Leave the session. After a successful run, wait for the other processes, so that none reports a lost peer."""
+        """Leave the session.
+
+        After a successful run, wait for the other processes, so that none of them reports a lost connection.
+        """
         if self.whole:
             with suppress(RuntimeError):
                 rpc.shutdown(timeout=FAREWELL)

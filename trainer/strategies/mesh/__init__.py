@@ -1,1 +1,1 @@
-"""Meshes of processes: sharding and tensor parallelism along their axes."""
+"""Sharding and tensor parallelism along the axes of a mesh of processes."""

@@ -1,4 +1,4 @@
-"""DTensors on a mesh: scattering and gathering tensors; norms, clipping and loss scaling of sharded gradients."""
+"""Operations on DTensors: scattering and gathering, and norms, clipping and loss scaling of sharded gradients."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -19,7 +19,7 @@ TensorChange = Callable[[Tensor], Any]
 
 
 def full(tensor: Tensor) -> Tensor:
-    """Return the full tensor. All ranks of its mesh must call this."""
+    """Return the full tensor. All ranks of the tensor's mesh must call this."""
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
         return tensor
@@ -32,10 +32,10 @@ def full(tensor: Tensor) -> Tensor:
 
 
 def local_shard(value: Tensor | StoredTensor, like: DTensor) -> DTensor:
-    """Return this rank's shard of the full `value`, with the placements of `like`, without communication."""
+    """Return this rank's shard of the full `value`, with the placements of `like`. This needs no communication."""
     (chunk,) = like.__create_chunk_list__()  # the protocol used by torch.distributed.checkpoint
     place = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
-    shard = value[place].to(local_part(like).device, copy=True)  # since a view would keep the full tensor alive
+    shard = value[place].to(local_part(like).device, copy=True)  # a view would keep the full tensor in memory
     return DTensor.from_local(
         shard, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
@@ -43,7 +43,7 @@ def local_shard(value: Tensor | StoredTensor, like: DTensor) -> DTensor:
 
 @torch.no_grad()
 def fill(target: Tensor, value: Tensor | StoredTensor) -> None:
-    """Copy the full `value` into `target`, or this rank's shard of it if `target` is sharded."""
+    """Copy the full `value` into `target`. If `target` is sharded, copy only this rank's shard of `value`."""
     if isinstance(target, DTensor):
         local_part(target).copy_(local_part(local_shard(value, target)))
     else:
@@ -51,7 +51,7 @@ def fill(target: Tensor, value: Tensor | StoredTensor) -> None:
 
 
 def tensor_slots(task: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
-    """Yield each parameter and buffer of a task: its module, its name in the module, and the tensor."""
+    """Yield (module, name in the module, tensor) for each parameter and buffer of a task."""
     for module in task.modules():
         for named in (module.named_parameters, module.named_buffers):
             yield from ((module, *item) for item in named(recurse=False, remove_duplicate=False))
@@ -60,7 +60,7 @@ def tensor_slots(task: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
 def replace(task: nn.Module, change: TensorChange) -> None:
     """Replace each parameter and buffer with `change(tensor)`.
 
-    Parameters stay parameters, and tied weights stay tied.
+    Parameters remain parameters, and tied weights remain tied.
     """
     values: dict[Tensor, Tensor] = {}  # keeps the tensors alive, so that no id is reused
     for module, name, tensor in list(tensor_slots(task)):
@@ -74,7 +74,7 @@ def replace(task: nn.Module, change: TensorChange) -> None:
 def make_plain(task: nn.Module, keep: bool) -> None:
     """Replace the DTensors of a task with full tensors on the host. All ranks must call this.
 
-    With keep=False, replaces them with meta tensors, which need no memory.
+    If `keep` is False, replace them with meta tensors, which need no memory.
     """
 
     def change(tensor: Tensor) -> Tensor:
@@ -99,19 +99,19 @@ def gradients_of(optimizer: Optimizer) -> list[Tensor]:
 def total_norm(gradients: Iterable[Tensor], ranks: int, device: torch.device) -> Tensor:
     """Return the 2-norm of all gradients over `ranks` ranks, with one all-reduce on `device`.
 
-    A rank divides its contribution by the number of ranks that hold the same shard. So every parameter counts once, on
-    any mesh, even if the parameter is replicated. Gradients must not be partial sums.
+    Each rank divides its contribution by the number of ranks that have the same shard. Every parameter therefore counts
+    once, even if it is replicated. Gradients must not be partial sums.
     """
     squares, kind = [], torch.float32
     for gradient in gradients:
         local = local_part(gradient)
         kind = torch.promote_types(kind, local.dtype)
-        # in float32, since the square of 256 overflows in float16
+        # in float32, because the square of 256 overflows in float16
         norm = torch.linalg.vector_norm(local, dtype=torch.float32 if local.dtype.itemsize < 4 else None)
         # Squares are summed in float64: in float32, small parameters would vanish next to large ones, and the sum would
         # depend on the number of ranks.
         squares.append(norm.to(widest_float(norm.device)).square().to(device) * (shard_count(gradient) / ranks))
-    # even if this rank has no gradients, since other ranks may have some
+    # even if this rank has no gradients, because other ranks may have some
     total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=widest_float(device), device=device)
     # on the default group, which contains every mesh: one collective for all parameters
     dist.all_reduce(total)
@@ -124,7 +124,7 @@ def shard_count(tensor: Tensor) -> int:
         return 1
     count = 1
     for axis, placement in enumerate(tensor.placements):
-        # not isinstance(placement, Shard), because _StridedShard (FSDP over tensor parallelism) is no subclass of it
+        # not isinstance(placement, Shard), because _StridedShard (FSDP with tensor parallelism) is not a subclass of it
         if not placement.is_replicate():
             count *= tensor.device_mesh.size(axis)
     return count
@@ -132,7 +132,7 @@ def shard_count(tensor: Tensor) -> int:
 
 @torch.no_grad()
 def clip_norm(optimizer: Optimizer, limit: float, ranks: int, device: torch.device, one_order: bool = False) -> Tensor:
-    """Scale the gradients down if their norm exceeds `limit`; return the norm before clipping.
+    """Scale the gradients down if their norm exceeds `limit`. Return the norm before clipping.
 
     Args:
         one_order: whether to compute the norm from full gradients, as in a single process, so that the norm's bits do
@@ -161,9 +161,9 @@ def clip_value(optimizer: Optimizer, limit: float) -> None:
 
 
 class MeshScaler(torch.amp.GradScaler):
-    """Loss scaler for sharded gradients: an overflow in a shard skips the step on all ranks.
+    """Loss scaler for sharded gradients. If any shard overflows, all ranks skip the step.
 
-    Overrides the public methods of torch's scaler, which only handles one rank's gradients on one mesh.
+    This class overrides the public methods of torch's scaler, which only supports gradients of one rank on one mesh.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -189,7 +189,7 @@ class MeshScaler(torch.amp.GradScaler):
         overflow = (~nn.utils.get_total_norm(filled, float("inf")).isfinite()).float().to(self.device)
         if gradients:
             multiply_each(gradients, 1.0 / self.factor)
-        # over all ranks, since they must skip the same steps and keep the same scale
+        # over all ranks, because all of them must skip the same steps and have the same scale
         dist.all_reduce(overflow, dist.ReduceOp.MAX)
         self.overflows[id(optimizer)] = overflow
 
@@ -200,7 +200,7 @@ class MeshScaler(torch.amp.GradScaler):
         return None if self.overflows[id(optimizer)].item() else optimizer.step(*args, **kwargs)
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Lower the scale after an overflow; raise it after many steps without an overflow."""
+        """Decrease the scale after an overflow. Increase it after many steps without an overflow."""
         overflowed, self.overflows = any(overflow.item() for overflow in self.overflows.values()), {}
         self.good_steps = 0 if overflowed else self.good_steps + 1
         if new_scale is not None:
@@ -217,20 +217,20 @@ class MeshScaler(torch.amp.GradScaler):
         return self.factor
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state in the format of torch's scaler."""
+        """Return the state dict, in the format of torch's scaler."""
         return {**super().state_dict(), "_growth_tracker": self.good_steps}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state from torch's scaler or from this class."""
+        """Load a state dict of torch's scaler or of this class."""
         super().load_state_dict(state_dict)
         self.factor, self.good_steps = float(state_dict["scale"]), int(state_dict["_growth_tracker"])
 
 
 def disable_foreach(optimizers: Iterable[Optimizer], always: bool = False) -> None:
-    """Set foreach=False for parameter groups that span several meshes, or for all parameter groups.
+    """Set foreach=False for parameter groups that span several meshes or, if `always` is True, for all groups.
 
     torch's `foreach` and `fused` kernels need tensors on a single mesh, but `foreach` is torch's default on an
-    accelerator. Raises ConfigError if you set `foreach` or `fused` to True.
+    accelerator. Raises ConfigError if such a group has `foreach` or `fused` set to True.
     """
     for group in (group for optimizer in optimizers for group in optimizer.param_groups):
         meshes = {parameter.device_mesh if isinstance(parameter, DTensor) else None for parameter in group["params"]}

@@ -45,9 +45,10 @@ def make_mesh(sizes: Sizes, device_type: str) -> DeviceMesh:
 
 
 def data_ranks(mesh: DeviceMesh, sizes: Sizes) -> Ranks:
-    """Return the ranks that together process every batch once. They share this rank's coordinates on the other axes.
+    """Return the ranks along the data and shard axes, which together process every batch once.
 
-    All ranks must call this, because creating a group is a collective.
+    The returned ranks have the same coordinates on the other axes as this rank. All ranks must call this, because
+    creating a group is a collective.
     """
     count = sizes.data * sizes.shard
     index = mesh.get_local_rank("data") * sizes.shard + mesh.get_local_rank("shard")
@@ -60,7 +61,7 @@ def data_ranks(mesh: DeviceMesh, sizes: Sizes) -> Ranks:
 
 
 def refuse_optimizers(name: str, task: "Task", optimizers: Sequence[Optimizer], is_pipeline: bool) -> None:
-    """Raise ConfigError for optimizers that don't work when parameters are gathered once per training_step."""
+    """Raise ConfigError for optimizers that do not work if parameters are gathered once per training_step."""
     if optimizers and not task.automatic_optimization:
         raise ConfigError(
             f"strategy {name!r} needs automatic optimization: it gathers parameters once per training_step, so weights "
@@ -71,8 +72,8 @@ def refuse_optimizers(name: str, task: "Task", optimizers: Sequence[Optimizer], 
             f"A pipeline (strategy {name!r}) takes one optimizer, got {len(optimizers)}: a stage may have no "
             f"parameter of some optimizer. Use parameter groups of one optimizer, or strategy fsdp or ddp."
         )
-    # torchao compiles its update, which is wrong for an empty shard, also under plain fully_shard (torch 2.13, torchao
-    # 0.18)
+    # torchao compiles its update, which is wrong for an empty shard, even with plain fully_shard (torch 2.13 and
+    # torchao 0.18)
     compiled = [optimizer for optimizer in optimizers if type(optimizer).__module__.partition(".")[0] == "torchao"]
     empty = [parameter for parameter, weight in task.named_parameters() if not local_part(weight).numel()]
     if compiled and empty:
@@ -107,7 +108,7 @@ class MeshStrategy(GroupStrategy):
     """One process per device, on a mesh with data, shard and tensor axes.
 
     Replicas are divided along `data` and `shard`; parameters, gradients and optimizer states are sharded along `shard`.
-    Processes along `tensor` work on the same batches, each with its shard of the layers.
+    Processes along `tensor` work on the same batches, each with its shard of every layer.
     """
 
     name = "mesh"
@@ -131,16 +132,18 @@ class MeshStrategy(GroupStrategy):
         """Set the strategy's options.
 
         Args:
-            data, shard, tensor: number of processes along each axis; one axis may be "auto", to use the rest.
+            data, shard, tensor: number of processes along each axis. One axis may be "auto", which uses all remaining
+                processes.
             tensor_shards: number of shards per tensor-parallel layer, fixed for a run. Results are bitwise identical
-                for any `tensor` that divides it. None selects one shard per process.
-            shard_blocks: classes of modules to gather as a block, or the minimum number of parameters in a block.
-            reshard_after_forward: whether to free a block's gathered parameters after its forward pass; None frees all
-                blocks except the outermost one.
-            cpu_offload: whether to keep shards, gradients and optimizer states on the host.
-            meta_init: whether to build the modules of configure_model on rank 0 only, and broadcast the shards.
-            whole_at_end: whether to give every process the full task when a run ends. If False, only the checkpoints
-                have the weights.
+                for any `tensor` that divides this number. None selects one shard per process.
+            shard_blocks: classes of the modules that are gathered as a block, or the minimum number of parameters in a
+                block.
+            reshard_after_forward: whether to free a block's gathered parameters after its forward pass. None frees the
+                parameters of all blocks except the outermost one.
+            cpu_offload: whether to store shards, gradients and optimizer states on the host.
+            meta_init: whether to allocate the modules of configure_model only on rank 0, and broadcast their shards.
+            whole_at_end: whether every process has the full weights after a run. If False, only the checkpoints
+                contain the weights.
             timeout: seconds that a rank waits for others, or a mapping with the seconds for each phase.
         """
         super().__init__(process_group_backend, init_method, timeout)
@@ -199,7 +202,7 @@ class MeshStrategy(GroupStrategy):
         self.has_all_weights = self.sizes.pipeline == 1
         # pipelines run their batches independently unless they share parameters
         self.lockstep = self.data_ranks.size > 1 and (self.has_all_weights or self.sizes.shard > 1)
-        # backward's `inputs` cannot select gradients, since the gathered tensors are not the optimizer's parameters
+        # backward's `inputs` cannot select gradients, because the gathered tensors are not the optimizer's parameters
         self.takes_one_loss = self.data_ranks.size > 1
         if self.precision.scaler is not None:
             self.precision.scaler = dtensors.MeshScaler(self.device)
@@ -212,19 +215,20 @@ class MeshStrategy(GroupStrategy):
 
     # --- the task ---------------------------------------------------------------------------------------------------
     def build_model(self, task: "Task") -> None:
-        """Build the task's modules. With `meta_init`, only rank 0 allocates weights."""
+        """Build the task's modules. If `meta_init` is set, only rank 0 allocates weights."""
         if not self.meta_init:
             super().build_model(task)
             return
-        # Draws on the meta device do not advance the generator, so all ranks take rank 0's state afterwards. Resetting
-        # parameters shard by shard would avoid the full model on rank 0, but draw other numbers than a single process.
+        # Draws on the meta device do not advance the generator, so rank 0's state is broadcast afterwards. Resetting
+        # parameters shard by shard would avoid the full model on rank 0, but it would draw other numbers than a single
+        # process.
         with nullcontext() if self.place.rank == 0 else torch.device("meta"):
             task.configure_model()
         torch.set_rng_state(self.collectives.broadcast(torch.get_rng_state()))
         build_remote_modules(task, task.trainer.seed)
 
     def place_task(self, task: "Task") -> None:
-        """Give this process its shard of the task's weights, with the values of rank 0."""
+        """Shard the weights of the task. This process keeps its shard of rank 0's weights."""
         if self.mesh is None:
             super().place_task(task)
             self.wrapping = Wrapping(task)
@@ -261,7 +265,7 @@ class MeshStrategy(GroupStrategy):
             weight_broadcast.broadcast_values(task, values if self.place.rank == 0 else None, self.device, parts)
 
     def _cut(self, task: "Task") -> None:
-        """Split the layers of the tensor plan along the `tensor` axis."""
+        """Shard the layers in the tensor plan along the `tensor` axis."""
         if not self.tensor_shards and self.sizes.tensor == 1:
             return
         words = words_of(task, self.tensor_shards or self.sizes.tensor, in_shards=bool(self.tensor_shards))
@@ -292,7 +296,7 @@ class MeshStrategy(GroupStrategy):
             task.to(self.device)
 
     def prepare(self, task: "Task", optimizers: Sequence[Optimizer]) -> list[Optimizer]:
-        """Prepare the placed task for training. Raises ConfigError for optimizers that don't work on the mesh."""
+        """Prepare the placed task for training. Raises ConfigError for optimizers that do not work on the mesh."""
         if self.mesh is not None:
             if task.trainer.reproducible == "bitwise" and optimizers and task.automatic_optimization:
                 self._refuse_bitwise(task, optimizers)
@@ -300,7 +304,7 @@ class MeshStrategy(GroupStrategy):
             if self.data_ranks.size > 1 and self.sizes.tensor * self.sizes.pipeline == 1:
                 unknown = [optimizer for optimizer in optimizers if type(optimizer) not in ELEMENTWISE]
                 trials.refuse_unknown_arithmetic(self.name, unknown, self.collectives)
-        # with tensor_shards even in a single process, since other kernels may round differently
+        # with tensor_shards even in a single process, because other kernels may round differently
         dtensors.disable_foreach(optimizers, always=self.tensor_shards is not None)
         prepared = super().prepare(task, optimizers)
         self.flat_sum = None  # gradients are reduced in the backward pass
@@ -310,7 +314,7 @@ class MeshStrategy(GroupStrategy):
         """Do nothing, because `place_task` has already distributed the weights."""
 
     def _refuse_bitwise(self, task: "Task", optimizers: Sequence[Optimizer]) -> None:
-        """Raise ConfigError for settings under which the last bits depend on the number of processes."""
+        """Raise ConfigError for settings that make the last bits of results depend on the number of processes."""
         dtypes = {parameter.dtype for parameter in task.parameters() if parameter.requires_grad}
         mixing = [type(optimizer).__name__ for optimizer in optimizers if type(optimizer) not in ELEMENTWISE]
         fused = any(group.get("fused") for optimizer in optimizers for group in optimizer.param_groups)
@@ -337,7 +341,7 @@ class MeshStrategy(GroupStrategy):
             )
 
     def regroup(self, layout: Layout | None, place: Place | None = None) -> None:
-        """Attach the reductions to the trainable parameters on this layout."""
+        """Attach gradient reductions to the trainable parameters."""
         self.sends, self.gradients_in_parts = None, self.mesh is not None
         super().regroup(layout, place)
         if self.sizes.tensor > 1 and self.mesh is not None and self.task is not None:
@@ -350,7 +354,10 @@ class MeshStrategy(GroupStrategy):
         return self.shard_tree
 
     def finish(self) -> None:
-        """Replace sharded weights with full weights on the host, or with empty tensors. All ranks must call this."""
+        """Replace sharded weights with full weights on the host, or with meta tensors if `whole_at_end` is False.
+
+        All ranks must call this.
+        """
         if self.steps is None or self.task is None:
             return
         # evaluations may have left blocks gathered, but make_plain reads the shards
@@ -369,7 +376,8 @@ class MeshStrategy(GroupStrategy):
     def training_step(self, arguments: Sequence[Any], replica: int | None, last: bool) -> Any:
         """Call training_step. Each block's parameters are gathered while the block runs.
 
-        Raises TaskError if training_step skips its batch, since other processes wait for this one in the backward pass.
+        Raises TaskError if training_step skips its batch, because other processes wait for this process in the backward
+        pass.
         """
         if self.steps is None:
             return super().training_step(arguments, replica, last)
@@ -378,7 +386,7 @@ class MeshStrategy(GroupStrategy):
         if self.shard_tree is not None:
             self.shard_tree.open_batch(is_masked=replica is None)
         elif self.sends is not last and self.root is not None:
-            self.root.set_requires_gradient_sync(last)  # only on a change, since it visits every module of the task
+            self.root.set_requires_gradient_sync(last)  # only if it changes, because this visits every module
         self.sends = last
         with self.precision.forward_context():
             output = self.steps("training_step", *arguments)
@@ -390,7 +398,7 @@ class MeshStrategy(GroupStrategy):
         return output
 
     def end_step(self) -> None:
-        """Sum partial gradients along the `tensor` axis, and complete the buffers of the step."""
+        """Sum partial gradients along the `tensor` axis, and synchronize the buffers."""
         if self.tensor_gradients is not None:
             self.tensor_gradients.complete()
         super().end_step()
@@ -402,7 +410,7 @@ class MeshStrategy(GroupStrategy):
             drop_unsent_gradients(self.root)
 
     def evaluation_step(self, name: str, arguments: Sequence[Any]) -> Any:
-        """Call the task's step with this name, such as "validation_step"."""
+        """Call the task's method `name`, such as "validation_step"."""
         if self.steps is None:
             return super().evaluation_step(name, arguments)
         with self.precision.forward_context():
@@ -431,7 +439,7 @@ class MeshSteps(nn.Module):
         self.task, self.inside = task, False
 
     def forward(self, name: str, *arguments: Any) -> Any:
-        """Return the result of the step with this name."""
+        """Call the task's method `name`, and return its result."""
         self.inside = True
         try:
             return getattr(self.task, name)(*arguments)
@@ -450,7 +458,7 @@ class MeshSteps(nn.Module):
 
 
 class FSDPStrategy(MeshStrategy):
-    """Shards parameters, gradients and optimizer states over all processes; each runs its own replicas."""
+    """Shards parameters, gradients and optimizer states over all processes. Each process runs its own replicas."""
 
     name = "fsdp"
 

@@ -1,4 +1,4 @@
-"""Sums of sharded gradients in a fixed binary tree over replicas, in place of torch's reduce-scatter."""
+"""Sums of sharded gradients in a fixed binary tree over replicas, which replace torch's reduce-scatter."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -22,8 +22,8 @@ UNEVEN = (
 class ShardTree:
     """Gradients of a step's replicas, per FSDP block.
 
-    FSDP requests a reduction in every backward pass. Only the last backward pass of a step communicates; the earlier
-    ones add to local sums.
+    FSDP requests a reduction in every backward pass. Only the last backward pass of a step communicates. Earlier
+    backward passes add to local sums.
     """
 
     def __init__(self, root: FSDPModule, layout: Layout, rank: int) -> None:
@@ -38,7 +38,7 @@ class ShardTree:
             module.set_custom_reduce_scatter(self.blocks[-1])
 
     def open_batch(self, is_masked: bool) -> None:
-        """Start a batch. A masked batch belongs to another process."""
+        """Start a batch. A masked batch has weight 0 and is not counted."""
         self.is_masked = is_masked
         self.batches += not is_masked
 
@@ -117,7 +117,7 @@ class TreeReduceScatter:
             self.gradient = None
 
     def _exchange(self, output: Tensor, numbers: int, group: dist.ProcessGroup) -> None:
-        """Send each rank its shard of this rank's partial sums, and sum all ranks' values for this rank's shard."""
+        """Send each rank its shard of the local partial sums. Sum the values received for this rank's shard."""
         self._push_replica()
         rows = [output.new_full((numbers,), -0.0) if row is None else row for (row,) in self.replicas.close()]
         output.copy_(add_up_shares(rows, self.nodes_of, group))

@@ -1,6 +1,6 @@
 """Sharding with torch's FSDP2: the choice of blocks, and the options of fully_shard.
 
-A block's parameters are gathered together before its forward and backward passes, and freed after each.
+A block's parameters are gathered together before its forward and backward passes, and freed after each pass.
 See Zhao et al. 2023, "PyTorch FSDP" (https://arxiv.org/abs/2304.11277), and
 https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html.
 """
@@ -35,9 +35,9 @@ class Sharding:
     reshard_after_forward: bool | int | None
 
     def apply(self, root: nn.Module, task: nn.Module, mesh: DeviceMesh) -> FSDPModule:
-        """Shard the blocks of `task`. Then shard all other parameters with `root`, whose forward calls the task.
+        """Shard the blocks of `task`, and then `root` with all other parameters. Return the sharded `root`.
 
-        Return the sharded `root`.
+        The forward method of `root` must call the task.
         """
         # no dtypes: autocast handles mixed precision on full-precision weights, as in a single process
         options: dict[str, Any] = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(cast_forward_inputs=False)}
@@ -50,7 +50,7 @@ class Sharding:
         root.register_forward_hook(without_views)
         outermost = fully_shard(root, reshard_after_forward=self.reshard_after_forward, **options)
         for module in sharded(root):
-            # Sums, not means, because losses are already weighted by samples. Forced, since with a factor torch uses
+            # Sums, not means, because losses are already weighted by samples. Forced, because with a factor torch uses
             # ReduceOp.PREMUL_SUM, which only NCCL has.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
@@ -58,21 +58,21 @@ class Sharding:
 
 
 def without_views(module: nn.Module, inputs: Any, output: Any) -> Any:
-    """Return a block's output with views replaced by copies. A Linear may return views.
+    """Return a block's output with views replaced by copies. For example, a Linear may return a view.
 
-    In the backward pass, hooks on a block's output gather its parameters. An in-place operation on a view would lose
-    these hooks.
+    In the backward pass, hooks on a block's output gather the block's parameters. An in-place operation on a view would
+    discard these hooks.
     """
     return map_tensors(output, lambda tensor: tensor.clone() if tensor.requires_grad and is_view(tensor) else tensor)
 
 
 def sharded(root: Any) -> Iterator[Any]:
-    """Yield the blocks in `root`, including itself."""
+    """Yield the sharded blocks in `root`, including `root` itself."""
     return (module for module in root.modules() if isinstance(module, FSDPModule))
 
 
 def drop_unsent_gradients(root: Any) -> None:
-    """Drop gradients that have not been reduced, between a backward pass and the next forward pass."""
+    """Drop gradients that have not been reduced. Call this between a backward pass and the next forward pass."""
     for block in sharded(root):
         # FSDP keeps them on a block's gathered parameters, which are only accessible while gathered
         shards = set(block.parameters())
@@ -86,9 +86,9 @@ def find_sharded_blocks(task: nn.Module, blocks: Blocks) -> list[nn.Module]:
     """Return the modules to shard as blocks, inner modules first, as `fully_shard` requires.
 
     Args:
-        blocks: class names, or a number of parameters. If a number is given, a module becomes a block if it has at
-            least that many parameters outside its inner blocks. Single layers belong to their parent's block, for fewer
-            and larger messages.
+        blocks: class names, or the minimum number of parameters in a block. In the second case, a module becomes a
+            block if it has at least this many parameters outside of its inner blocks. A single layer belongs to its
+            parent's block, because fewer and larger messages are faster.
     """
     uses = Counter(id(tensor) for *_, tensor in tensor_slots(task))
     if not isinstance(blocks, int):
@@ -118,6 +118,10 @@ def find_sharded_blocks(task: nn.Module, blocks: Blocks) -> list[nn.Module]:
 
 
 def shares_tensors(module: nn.Module, uses: Counter[int]) -> bool:
-    """Return whether the module shares a tensor with a module outside it; `uses` counts the uses of each tensor."""
+    """Return whether `module` shares a tensor with a module outside of it.
+
+    Args:
+        uses: number of uses of each tensor in the task, by the tensor's id.
+    """
     inside = Counter(id(tensor) for *_, tensor in tensor_slots(module))
     return any(uses[tensor] > count for tensor, count in inside.items())

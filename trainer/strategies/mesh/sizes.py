@@ -1,6 +1,6 @@
 """Sizes of a mesh's axes. This module does not import torch.
 
-Processes are ordered in the mesh as (pipeline, data, shard, tensor), with the last axis varying fastest. So the
+Processes are ordered in the mesh as (pipeline, data, shard, tensor), with the last axis varying fastest. Therefore, the
 processes of a tensor-parallel group, which communicate most, are neighbors on one machine.
 """
 
@@ -23,7 +23,7 @@ class Sizes(NamedTuple):
 
 
 def read_sizes(asked: Mapping[str, Size]) -> None:
-    """Raise ConfigError if a size is neither positive nor "auto", or if two sizes are "auto"."""
+    """Raise ConfigError if a size is neither positive nor "auto", or if several sizes are "auto"."""
     for axis, size in asked.items():
         if size != "auto" and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
             raise ConfigError(f"strategy mesh: expected a positive number of processes or 'auto', got {axis}={size!r}.")

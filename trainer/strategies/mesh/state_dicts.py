@@ -1,4 +1,4 @@
-"""State dicts on a mesh: every rank writes and reads its shards of tensors."""
+"""State dicts on a mesh. Every rank writes and reads its own shards of the tensors."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 
 class MeshStateDicts(ShardedStateDicts):
-    """State dicts of DTensors that contain this rank's shard of each tensor."""
+    """State dicts with DTensors, which contain this rank's shard of each tensor."""
 
     read_in_parts = ("state_dict", "optimizer_states")
 
     def __init__(self, asked: Mapping[str, Size]) -> None:
-        """Set the sizes of the mesh.
+        """Create the state dicts.
 
         Args:
             asked: the sizes of the mesh axes as set in the config.
@@ -33,14 +33,14 @@ class MeshStateDicts(ShardedStateDicts):
         self.asked = asked
 
     def parts(self, world_size: int) -> StateParts:
-        """Return the sizes of the axes. Raises ConfigError if their product is not `world_size`."""
+        """Return how a run is divided. Raises ConfigError if the product of the axes is not `world_size`."""
         sizes = fit_sizes(self.asked, world_size)
         cut = world_size // sizes.data
         return StateParts(sizes.data * sizes.shard, weights=cut, optimizer=cut, layers=sizes.tensor * sizes.pipeline)
 
     @torch.no_grad()
     def load_model(self, task: "Task", weights: Mapping[str, Any], strict: bool) -> None:
-        """Load this rank's shards of full weights. torch loads other values, such as a module's extra state."""
+        """Load this rank's shards of full weights. Let torch load other values, such as a module's extra state."""
         # keep_vars, to fill the DTensors themselves: without it, state_dict returns detached tensors
         targets, plain = task.state_dict(keep_vars=True), {}
         for name, value in weights.items():
@@ -66,7 +66,10 @@ class MeshStateDicts(ShardedStateDicts):
 
 
 def _with_layout(value: Any, parameter: Tensor) -> Any:
-    """Return an optimizer's value with the layout of its parameter: sharded if it has the parameter's shape."""
+    """Return a value of an optimizer's state, sharded in the same way as its parameter unless it is a scalar.
+
+    Raises CheckpointError if the value and the parameter have different shapes.
+    """
     is_tensor = isinstance(value, (Tensor, StoredTensor))
     if not isinstance(parameter, DTensor) or not is_tensor or not value.shape:
         return load_stored(value)

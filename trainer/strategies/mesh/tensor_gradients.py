@@ -1,8 +1,8 @@
 """Gradients of parameters that are replicated along the `tensor` axis.
 
-Between a "column" and its "row", each process computes with its shard of the activations, so a parameter in between
-gets a partial gradient. Partial gradients are summed if the plan says "replicated". If the plan lacks
-an entry, Legato raises an error in the first steps.
+Between a "column" layer and its "row" layer, each process computes with its shard of the activations. A parameter
+between these layers therefore has a partial gradient on each process. Partial gradients are summed if the plan marks
+the module as "replicated". If the plan lacks this entry, Legato raises an error in the first steps.
 """
 
 import re
@@ -18,15 +18,15 @@ from ....base.tensors import local_part
 from .tensor_plan import AXIS, REPLICATED, read_plan
 
 COMPARED_STEPS = 3
-"""Maximum number of steps with a comparison; more than one, since adapters' gradients are zero in the first step."""
+"""Maximum number of steps with a comparison. In the first step, for example, gradients of adapters are zero."""
 ROUNDING = 0.01
 """Relative difference allowed between gradients, because kernels may sum in different orders."""
 
 
 class TensorGradients:
-    """Sums gradients along the `tensor` axis as the plan says, and compares the other gradients in the first steps.
+    """Sums gradients along the `tensor` axis according to the plan, and compares gradients in the first steps.
 
-    All processes on the axis must call the methods after a step's last backward pass.
+    All processes along the axis must call `complete` after the last backward pass of a step.
     """
 
     def __init__(self, task: nn.Module, plan: Mapping[str, str], group: dist.ProcessGroup) -> None:
@@ -40,11 +40,11 @@ class TensorGradients:
             for name, parameter in task.named_parameters()
             if parameter.requires_grad and not is_cut(parameter)
         }
-        # not in every step, since a comparison communicates every replicated gradient again
+        # not in every step, because a comparison communicates every replicated gradient again
         self.steps = COMPARED_STEPS
 
     def complete(self) -> None:
-        """Sum partial gradients. Raises TaskError if other gradients differ between the processes."""
+        """Sum partial gradients. Raises TaskError if the compared gradients contradict the plan."""
         if self.uncompared and self.steps:
             self._compare()
             self.steps -= 1
@@ -107,7 +107,7 @@ def refuse_partial(names: list[str]) -> None:
 
 
 def refuse_doubled(names: list[str]) -> None:
-    """Raise TaskError for parameters that would be summed although each process has their full gradient."""
+    """Raise TaskError for parameters whose gradients would be summed although every process has the full gradient."""
     if names:
         raise TaskError(
             f'tensor_plan says "{REPLICATED}" for {first_names(names)}, whose gradients are already equal on all '

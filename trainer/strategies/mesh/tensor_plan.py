@@ -1,14 +1,14 @@
-"""Tensor parallelism: a plan from the task or its models shards layers along the `tensor` axis.
+"""Tensor parallelism: layers are sharded along the `tensor` axis according to a plan from the task or its models.
 
-After Shoeybi et al. 2019, "Megatron-LM" (https://arxiv.org/abs/1909.08053), with torch.distributed.tensor.parallel.
+See Shoeybi et al. 2019, "Megatron-LM" (https://arxiv.org/abs/1909.08053) and torch.distributed.tensor.parallel.
 
     "column"     a Linear whose outputs are sharded and whose input is full
-    "row"        a Linear whose inputs are sharded and whose output is full: the sum over the processes
+    "row"        a Linear whose inputs are sharded and whose output is the full sum over the processes
     "replicated" a module between a column and its row, such as a norm over heads: each process has the full module and
                  computes with its shard of the activations; the gradients are summed over the processes
 
-LoRA adapters that peft adds to a Linear are sharded with it. A task without a plan uses the plans of its models: the
-`tp_plan` property in Hugging Face Transformers, whose styles HUB_WORDS translates.
+LoRA adapters that peft adds to a Linear are sharded together with the Linear. If a task has no plan, Legato uses the
+`tp_plan` property of its models from Hugging Face Transformers. HUB_WORDS translates the styles in these plans.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 AXIS = "tensor"
 REPLICATED, WHOLE = "replicated", "whole"
 GATHERED, SPLIT = "column, gathered", "row, split"
-"""A column with a gathered output, such as a head; a row with a full input, such as an embedding."""
+"""A column layer with a gathered output, such as a head; a row layer with a full input, such as an embedding."""
 STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "column": ColwiseParallel,
     "row": RowwiseParallel,
@@ -51,13 +51,13 @@ HUB_WORDS = {
 
 
 def plan_of(task: "Task") -> dict[str, str]:
-    """Return the task's plan, or else the plans of its models, in this module's words.
+    """Return the task's plan or, if there is none, the plans of its models, translated to the words of this module.
 
     Raises ConfigError for a style that Legato does not support.
     """
     plan = dict(task.tensor_plan() or {})
     modules = dict(task.named_modules())
-    # on the class, since an adapter forwards attributes from its base model, whose plan has other names
+    # on the class, because an adapter forwards attributes from its base model, whose plan has other names
     models = [name for name, module in modules.items() if not plan and hasattr(type(module), "tp_plan")]
     for model in models:
         if any(outer != model and f"{model}.".startswith(f"{outer}.") for outer in models):
@@ -79,10 +79,11 @@ def plan_of(task: "Task") -> dict[str, str]:
 
 
 def words_of(task: "Task", parts: int, in_shards: bool) -> dict[str, str]:
-    """Return the plan's word for each layer. Raises ConfigError if the plan does not fit the task.
+    """Return the plan's word ("column", ...) for each layer. Raises ConfigError if the plan does not fit the task.
 
     Args:
-        in_shards: True for tensor_shards, which leaves heads and embeddings unsharded: their sums have no fixed order.
+        in_shards: True if tensor_shards is set. Heads and embeddings are then left unsharded, because their sums have
+            no fixed order.
     """
     words = read_plan(task, plan_of(task), parts)
     refuse_other_cuts(task, words)
@@ -96,7 +97,7 @@ def words_of(task: "Task", parts: int, in_shards: bool) -> dict[str, str]:
 
 
 def apply_plan(task: "Task", mesh: DeviceMesh, words: Mapping[str, str]) -> None:
-    """Shard the task's layers over a one-axis mesh; `words` is the result of `words_of`."""
+    """Shard the task's layers over a mesh with one axis. `words` is the result of `words_of`."""
     # every use of each parameter, to tie them again below
     ties: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for module in task.modules():
@@ -112,10 +113,10 @@ def apply_plan(task: "Task", mesh: DeviceMesh, words: Mapping[str, str]) -> None
 
 
 def read_plan(task: nn.Module, plan: Mapping[str, str] | None, parts: int) -> dict[str, str]:
-    """Return the word for each module that matches a pattern of the plan; `*` matches any characters.
+    """Return the plan's word for each module whose name matches a pattern of the plan. `*` matches any characters.
 
-    Raises ConfigError if a pattern has no match (and suggests the nearest names), if a word is unknown, or if a layer
-    cannot be split into `parts` shards.
+    Raises ConfigError if a pattern matches no module, if a word is unknown, or if a layer cannot be split into `parts`
+    shards.
     """
     kind = type(task).__name__
     if not plan:
@@ -145,10 +146,10 @@ def read_plan(task: nn.Module, plan: Mapping[str, str] | None, parts: int) -> di
 
 
 def with_adapters(name: str, modules: Mapping[str, nn.Module], word: str) -> list[str]:
-    """Return the Linears to shard for a module in the plan: the module itself, or a Linear and its LoRA adapters.
+    """Return the names of the modules to shard: the module itself or, if it has LoRA adapters, its base and adapters.
 
-    In LoRA's product B A, "column" shards the outputs of B, and "row" the inputs of A. Raises ConfigError for other
-    kinds of adapters.
+    For the LoRA product BA, "column" shards the outputs of B, and "row" shards the inputs of A. Raises ConfigError for
+    other kinds of adapters.
     """
     name = name.removesuffix(".base_layer")
     base = getattr(modules[name], "base_layer", None)
@@ -169,7 +170,7 @@ def with_adapters(name: str, modules: Mapping[str, nn.Module], word: str) -> lis
 
 
 def require_cuttable(name: str, module: nn.Module, word: str, parts: int, head: int | None = None) -> None:
-    """Raise ConfigError if the plan's word does not fit a module. `head` is the width of an attention head."""
+    """Raise ConfigError if a module cannot be sharded as `word` specifies. `head` is the width of an attention head."""
     if word == REPLICATED:
         if not any(True for _ in module.parameters()):
             raise ConfigError(f"tensor_plan: {name} is {word!r}, but has no parameters.")
@@ -191,12 +192,12 @@ def require_cuttable(name: str, module: nn.Module, word: str, parts: int, head: 
 
 
 def is_column(word: str) -> bool:
-    """Return whether a word shards outputs."""
+    """Return whether `word` specifies that outputs are sharded."""
     return word in ("column", GATHERED)
 
 
 def refuse_other_cuts(task: nn.Module, words: Mapping[str, str]) -> None:
-    """Raise ConfigError for modules that share a weight but shard it differently."""
+    """Raise ConfigError if modules share a weight but the plan shards it differently for each of them."""
     cuts: dict[nn.Parameter, tuple[str, int | None]] = {}
     for name, module in task.named_modules():
         word = words.get(name)

@@ -1,9 +1,9 @@
-"""Splits layers into a fixed number of shards, so that any number of processes computes the same bits.
+"""Layers with a fixed number of shards, whose results are bitwise identical for any number of processes.
 
-The last bits of a matrix product depend on its shape, and those of a sum on its order. So each shard of a layer is a
-separate product, regardless of the process that computes it, and one binary tree sums over shards: the outputs of a
-row, and the gradients of a column's input. The idea is that of "tree-based invariant kernels" (Zhang et al. 2025,
-https://arxiv.org/abs/2511.17826), for layers instead of kernels.
+The last bits of a matrix product depend on its shape, and the last bits of a sum depend on its order. Therefore, each
+shard of a layer is computed as a separate product, and a fixed binary tree sums over the shards. It sums the outputs of
+a row layer and the input gradients of a column layer. This applies the idea of "tree-based invariant kernels" (Zhang et
+al. 2025, https://arxiv.org/abs/2511.17826) to layers instead of kernels.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -26,7 +26,7 @@ Sums = Callable[[Iterable[Tensor]], Tensor]
 
 
 class Copies(torch.autograd.Function):
-    """Copies an input for each shard; backward sums the gradients."""
+    """Returns a view of the input for each shard. In backward, sums the gradients of the views."""
 
     @staticmethod
     def forward(context: Any, inputs: Tensor, count: int, add_up: Sums) -> tuple[Tensor, ...]:
@@ -56,7 +56,7 @@ class Sum(torch.autograd.Function):
 
 
 class TensorShards:
-    """Computes this process's shards of all split layers, one after the other."""
+    """Computes this process's shards of each layer, one after the other."""
 
     def __init__(self, count: int, ranks: Ranks) -> None:
         """Divide the shards among the processes.
@@ -68,17 +68,17 @@ class TensorShards:
         owned = [Layout(count, ranks.size).owned(rank) for rank in range(ranks.size)]
         self.owned, self.nodes_of = owned[ranks.rank], [partial_nodes(shards) for shards in owned]
         self.generators: Tensor | None = None
-        """States of the random generators after a column, until its row follows."""
+        """States of the random generators after a column layer, until its row layer is called."""
 
     def attach(self, task: nn.Module, words: Mapping[str, str]) -> None:
-        """Make the layers in a plan compute shard by shard."""
+        """Replace the forward methods of the layers in a plan with ones that compute shard by shard."""
         columns = [task.get_submodule(name) for name, word in words.items() if word == "column"]
         rows = [task.get_submodule(name) for name, word in words.items() if word == "row"]
         give_forwards(columns, lambda kind: lambda layer, inputs: self._column(layer, inputs))
         give_forwards(rows, lambda kind: lambda layer, inputs: self._row(layer, inputs))
 
     def _column(self, layer: Any, inputs: Tensor) -> Tensor:
-        """Return the outputs of this process's shards, side by side."""
+        """Return the concatenated outputs of this process's shards of a column layer."""
         apply: Any = Copies.apply  # without types in torch
         copies, biases = apply(local(inputs), len(self.owned), self.add_up), [None] * len(self.owned)
         if layer.bias is not None:
@@ -91,7 +91,7 @@ class TensorShards:
         return like(inputs, torch.cat(outputs, -1), Shard(-1))
 
     def _row(self, layer: Any, inputs: Tensor) -> Tensor:
-        """Return the sum of the outputs of all processes' shards."""
+        """Return the sum of the outputs of all shards of a row layer, over all processes."""
         before, self.generators = self.generators, None
         if before is not None and not torch.equal(before, generators()):
             raise TaskError(
@@ -104,7 +104,7 @@ class TensorShards:
         return like(inputs, output if layer.bias is None else output + local(layer.bias), Replicate())
 
     def _cut(self, tensor: Tensor, dim: int) -> list[Any]:
-        """Return each shard's part, in the same memory layout as on a process with a single shard."""
+        """Split a tensor into this process's shards, each with the memory layout of a process with one shard."""
         return with_allocated_memory([*local(tensor).chunk(len(self.owned), dim)])  # type: ignore[no-any-return]
 
     def add_up(self, values: Iterable[Tensor]) -> Tensor:
@@ -129,12 +129,12 @@ def generators() -> Tensor:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor, connected to the autograd graph."""
+    """Return this rank's local part of a tensor, connected to the autograd graph."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def like(inputs: Tensor, output: Tensor, place: Placement) -> Tensor:
-    """Return an output in the form that torch's hooks on a parallel layer expect."""
+    """Return `output` as a DTensor if `inputs` are a DTensor, as torch's hooks on a parallel layer expect."""
     if not isinstance(inputs, DTensor):
         return output
     return DTensor.from_local(output, inputs.device_mesh, [place], run_check=False)

@@ -1,4 +1,4 @@
-"""Tries optimizers on small sharded parameters, because DTensor lacks operations that some optimizers need."""
+"""Trials of optimizers on small sharded parameters, because DTensor lacks operations that some optimizers need."""
 
 import sys
 import textwrap
@@ -21,7 +21,7 @@ STEPS = 12
 
 
 def refuse_unknown_arithmetic(strategy: str, optimizers: Sequence[Optimizer], ranks: Ranks) -> None:
-    """Raise ConfigError if the optimizer fails on sharded parameters. All ranks must call this."""
+    """Raise ConfigError if an optimizer fails on sharded parameters. All ranks must call this."""
     for optimizer in optimizers:
         states = generator_states()
         error = _error_of_steps(optimizer)
@@ -36,7 +36,7 @@ def refuse_unknown_arithmetic(strategy: str, optimizers: Sequence[Optimizer], ra
 
 
 def _error_of_steps(optimizer: Optimizer) -> str:
-    """Return the error that a copy of the optimizer raises in steps on small parameters; "" if there is none."""
+    """Run a copy of the optimizer on small parameters. Return the message of its error, or "" if it succeeds."""
     small: dict[Any, nn.Parameter] = {}
 
     def change(parameter: Tensor) -> nn.Parameter:
@@ -62,7 +62,7 @@ def _error_of_steps(optimizer: Optimizer) -> str:
 
 
 def _small_shape(parameter: Tensor) -> tuple[int, ...]:
-    """Return a small shape that is sharded as evenly or unevenly as the parameter."""
+    """Return a small shape whose shards have equal sizes if and only if the parameter's shards do."""
     if not isinstance(parameter, DTensor):
         return tuple(min(size, 4) for size in parameter.shape)
     ranks = parameter.device_mesh.size()
@@ -71,7 +71,7 @@ def _small_shape(parameter: Tensor) -> tuple[int, ...]:
 
 
 def _small(parameter: Tensor) -> Tensor:
-    """Return a tensor of the small shape with the parameter's placements, the same on all ranks."""
+    """Return a small tensor with the parameter's placements. Its values are the same on all ranks."""
     size = torch.Size(_small_shape(parameter))
     values = torch.linspace(-1.0, 1.0, size.numel(), device=parameter.device).reshape(size).to(parameter.dtype)
     if not isinstance(parameter, DTensor):

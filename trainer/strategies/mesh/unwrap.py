@@ -1,6 +1,6 @@
-"""Removal of the wrappers that fully_shard and parallelize_module add, for which torch has no function.
+"""Removal of the wrappers that fully_shard and parallelize_module add. torch has no function for this.
 
-Wrapping changes a module's class and adds hooks and entries to its `__dict__`. All of this is undone.
+Wrapping changes a module's class and adds hooks and entries to its `__dict__`. `Wrapping.undo` reverts these changes.
 """
 
 from typing import Any
@@ -22,11 +22,11 @@ class Wrapping:
         self.added: list[set[Entry]] = []
 
     def done(self) -> None:
-        """Record the entries added since, for `undo`."""
+        """Record the entries that wrapping has added, for `undo`."""
         self.added = [entries(module) - before for module, _, before in self.before]
 
     def undo(self) -> None:
-        """Remove the wrappers, even if wrapping failed before `done`; parameters stay unchanged."""
+        """Remove the wrappers, even if wrapping failed before `done` was called. Parameters are left unchanged."""
         if not self.added:
             self.done()
         for (module, kind, _), added in zip(self.before, self.added, strict=True):
@@ -42,14 +42,14 @@ class Wrapping:
 
 
 def is_fsdp(hook: Any) -> bool:
-    """Return whether a hook belongs to FSDP. Such hooks hold a process group and cannot be pickled."""
+    """Return whether a hook belongs to FSDP. Such hooks reference a process group and cannot be pickled."""
     return str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp.")
 
 
 def entries(module: nn.Module) -> set[Entry]:
-    """Return the names in a module's `__dict__`, and the keys of the hooks in each dict there.
+    """Return the names in a module's `__dict__`, and the keys of the hooks in the dicts among its values.
 
-    Other keys, such as buffer names, belong to the task, even if they are added later.
+    Other keys in these dicts, such as the names of buffers, are not returned, because they belong to the task.
     """
     hooks = ((name, value) for name, value in vars(module).items() if isinstance(value, dict))
     numbers = {(name, key) for name, value in hooks for key in value if isinstance(key, int)}

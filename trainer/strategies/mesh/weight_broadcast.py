@@ -1,4 +1,4 @@
-"""Broadcasts rank 0's weights to a task that is already sharded. Each rank keeps its shard of every tensor."""
+"""Broadcast of rank 0's weights to a task that is already sharded. Each rank keeps its shard of every tensor."""
 
 import torch
 import torch.distributed as dist
@@ -19,9 +19,10 @@ def release_values(task: nn.Module) -> list[Tensor]:
 def broadcast_values(
     task: nn.Module, values: list[Tensor] | None, device: torch.device, device_of_parts: torch.device
 ) -> None:
-    """Allocate a task's tensors, and give each rank its shard of `values`, which only rank 0 has.
+    """Allocate a task's tensors, and fill them with this rank's shards of `values`, which only rank 0 has.
 
-    Tensors are broadcast one by one, so a rank holds at most its shards and one full tensor on the host.
+    Tensors are broadcast one by one, so that each rank needs memory only for its shards and one full tensor on the
+    host.
     """
     rank_0 = iter(values or ())
 

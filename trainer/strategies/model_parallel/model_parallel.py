@@ -1,4 +1,4 @@
-"""DDP over model-parallel processes: each process has several devices, and each device has a part of the model."""
+"""DDP with model parallelism: each process has several devices, and each device has a part of the model."""
 
 import logging
 from collections.abc import Iterable, Sequence
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def move_inputs(block: nn.Module, device: torch.device) -> RemovableHandle:
-    """Move the inputs of `block` to `device`, where its parameters are."""
+    """Add a hook that moves the inputs of `block` to `device`, where the parameters of `block` are."""
     # before the user's hooks, so that these see the inputs on the block's device
     return block.register_forward_pre_hook(partial(_move_inputs, device), prepend=True, with_kwargs=True)
 
@@ -55,7 +55,7 @@ log = logging.getLogger("legato")
 
 
 class DDPModelParallelStrategy(DDPStrategy):
-    """Several devices per process, each with a part of the model, and DDP across processes."""
+    """Several devices per process, each with a part of the model. DDP averages gradients across processes."""
 
     name = "ddp_model_parallel"
 
@@ -71,10 +71,10 @@ class DDPModelParallelStrategy(DDPStrategy):
 
         Args:
             devices_per_replica: number of devices per process.
-            split: number of blocks in each part; "auto" balances parts by parameter bytes.
+            split: number of blocks in each part; "auto" balances the parts by their size in bytes.
             micro_batches: number of micro-batches per batch.
 
-        Also accepts the arguments of the ddp strategy, except `elastic`.
+        The other arguments are the same as for the ddp strategy. `elastic` is not supported.
         """
         super().__init__(**options)
         self.parts_wanted = devices_per_replica
@@ -95,14 +95,14 @@ class DDPModelParallelStrategy(DDPStrategy):
 
     # --- processes --------------------------------------------------------------------------------------------------
     def local_processes(self, devices: Sequence[torch.device]) -> int:
-        """Return the number of processes, one per `devices_per_replica` devices.
+        """Return the number of processes, each of which has `devices_per_replica` devices.
 
-        Raises ConfigError if devices are left over.
+        Raises ConfigError if there are devices left over.
         """
         return len(self._group_devices(devices))
 
     def _group_devices(self, devices: Sequence[torch.device]) -> list[list[torch.device]]:
-        """Return the devices of each process on this machine; a process has consecutive devices."""
+        """Return the devices of each process on this machine. Each process has consecutive devices."""
         size = self.parts_wanted
         processes, rest = divmod(len(devices), size)
         if rest or not processes:
@@ -128,20 +128,21 @@ class DDPModelParallelStrategy(DDPStrategy):
             )
         self.parts = groups[place.local_rank]
         refuse_duplicates(self.parts)
-        # self.device is the last part's: logits are the largest activations of a language model, so the batch moves to
-        # them. self(x), generators on self.device and metrics then work unchanged.
+        # self.device is the last part's device. Logits are the largest activations of a language model, so the batch
+        # moves to their device. self(x), generators on self.device and metrics then work unchanged.
         super().join(place, [group[-1] for group in groups], precision)
         self.devices = list(self.parts)
 
     def _only_device(self) -> torch.device | None:
-        """Return None, since this process has several devices and DDP must not move inputs."""
+        """Return None, because this process has several devices and DDP must not move inputs."""
         return None
 
     # --- the task ---------------------------------------------------------------------------------------------------
     def place_task(self, task: "Task") -> None:
         """Move the parts of the task to their devices, unless the task has already done so.
 
-        Raises ConfigError if the task is neither placed nor has blocks to split, or does not support micro-batches.
+        Raises ConfigError if the task neither places its modules nor has blocks to split, or if it does not support
+        micro-batches.
         """
         self.task = task
         if self.micro_batches > 1:
@@ -183,7 +184,7 @@ class DDPModelParallelStrategy(DDPStrategy):
         self.device_hooks = []
 
     def _keep_placement(self, task: "Task") -> None:
-        """Keep the task's placement. Raises ConfigError if tensors are on other devices; the error names them."""
+        """Keep the placement that the task chose. Raises ConfigError if a tensor is not on a device of this process."""
         if self.split != "auto":
             raise ConfigError(
                 f"split={self.split} needs a list of blocks, but {type(task).__name__} places its modules. Omit split."
@@ -208,7 +209,7 @@ class DDPModelParallelStrategy(DDPStrategy):
             )
 
     def teardown(self) -> None:
-        """Remove the hooks, and move a task that this strategy has placed back to the host."""
+        """Remove the hooks. If this strategy placed the task, move it back to the host."""
         self._remove_hooks()
         if self.cut_task is not None and len(set(self.parts)) > 1:
             self.cut_task.cpu()
@@ -226,7 +227,7 @@ class DDPModelParallelStrategy(DDPStrategy):
             return self._call_step("training_step", arguments)
 
     def _call_step(self, name: str, arguments: Sequence[Any]) -> Any:
-        """Call the step with this name for each micro-batch; return the combined output."""
+        """Call the task's method `name` for each micro-batch. Return the combined output."""
         if self.micro_batches == 1:
             return super()._call_step(name, arguments)
         assert self.task is not None

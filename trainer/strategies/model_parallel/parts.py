@@ -1,10 +1,10 @@
-"""Splits a model's blocks into consecutive parts, so that the largest part is as small as possible.
+"""Functions that split a model's blocks into consecutive parts, so that the largest part is as small as possible.
 
     blocks       embedding | layer 0 | layer 1 | layer 2 | layer 3 | head
     kilobytes           97 |     793 |     793 |     793 |     793 |   50
     two parts    `--------- 1,683 ----------´    `------- 1,636 -------´
 
-model_parallel.py places the parts on different devices of one process, pipeline.py on different processes.
+model_parallel.py places the parts on different devices of one process. pipeline.py places them in different processes.
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from ....tasks.task import Task
 
 Split = Literal["auto"] | list[int]
-"""Number of blocks in each part; "auto" balances the parts by parameter bytes."""
+"""Number of blocks in each part; "auto" balances the parts by their size in bytes."""
 
 
 @dataclass(frozen=True)
 class PartBlock:
-    """A module of the task. Every sample passes through all blocks in order."""
+    """A block, which is a module of the task. Every sample passes through all blocks in order."""
 
     name: str
     """Module path in the task."""
@@ -34,10 +34,10 @@ class PartBlock:
 
 
 def find_part_blocks(task: "Task") -> list[PartBlock]:
-    """Return the blocks from configure_blocks, or the children of an nn.Sequential that has all parameters.
+    """Return the blocks from configure_blocks, or the children of an nn.Sequential that contains all parameters.
 
-    Returns an empty list if there is neither. Raises TaskError if configure_blocks returns anything but distinct
-    modules of the task.
+    Return an empty list if the task has neither. Raises TaskError if configure_blocks returns anything other than
+    distinct modules of the task.
     """
     blocks: Any = task.configure_blocks()
     if blocks is None:
@@ -78,7 +78,7 @@ def describe_missing_blocks(task: "Task") -> str:
 
 
 def module_bytes(module: nn.Module) -> int:
-    """Return the number of bytes in a module's parameters and buffers; shared tensors count once."""
+    """Return the total size of a module's parameters and buffers in bytes. Shared tensors count once."""
     tensors = {id(tensor): tensor for tensor in tensors_of(module)}
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
@@ -134,10 +134,10 @@ def check_counts(split: Any, parts: int) -> None:
 
 
 def split_evenly(sizes: Sequence[int], parts: int) -> list[int]:
-    """Return how many of `sizes` each part takes, so that the largest sum is minimal and no part is empty.
+    """Divide `sizes` into consecutive non-empty parts with a minimal largest sum. Return the length of each part.
 
-    Ties are broken by the smaller sum of squares. Solves the linear partition problem by dynamic programming in parts x
-    len(sizes)^2 steps (Skiena, The Algorithm Design Manual, section 10.7).
+    Ties are broken by the sum of squares. This is the linear partition problem, which dynamic programming solves in
+    parts x len(sizes)^2 steps (Skiena, The Algorithm Design Manual, section 10.7).
     """
     ends = [0]
     for size in sizes:

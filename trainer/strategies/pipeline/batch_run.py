@@ -1,10 +1,10 @@
-"""Runs a batch in a pipeline, on one process of the pipeline.
+"""Execution of a batch on one process of a pipeline.
 
     first stage   runs training_step on each micro-batch up to the first block, whose arguments are the pipeline's input
-    last stage    runs training_step on each micro-batch and continues after the last block: loss, output, logged values
+    last stage    runs training_step on each micro-batch, and computes the loss, the output and the logged values
 
-Both stages start a micro-batch from the same random state. Random numbers that the step draws before the model, for
-example for mixup, are therefore the same on both stages.
+Both stages start each micro-batch from the same random state. Random numbers that training_step draws before it calls
+the model, for example for mixup, are therefore the same on both stages.
 """
 
 from collections.abc import Iterable, Sequence
@@ -45,11 +45,11 @@ class BatchRun:
         together: Ranks,
         is_masked: bool,
     ) -> None:
-        """Prepare to run batches.
+        """Prepare to run a batch.
 
         Args:
             pieces: maximum number of micro-batches.
-            together: pipelines that run in lockstep with this one.
+            together: ranks in the pipelines that run in lockstep with this one.
         """
         self.task, self.schedules, self.interceptor = task, schedules, schedules.interceptor
         batch, *self.arguments = arguments
@@ -63,7 +63,7 @@ class BatchRun:
         self.precision = task.trainer.strategy.precision
         self.share = run.metrics.samples * run.gradient_scale / run.loop.step.samples / count
         self.kind = (count, tuple(map_shapes(batch)))
-        # Processes in a pipeline have the same batch. Pipelines that shard together must agree, since torch infers
+        # Processes in a pipeline have the same batch. Pipelines that shard together must agree, because torch infers
         # shapes with collectives.
         self.cached = bool(together.all_gather(torch.tensor(self.kind in schedules.made)).all())
         # from the generator keyed by step and replica, so equal on all processes of the pipeline
@@ -74,11 +74,11 @@ class BatchRun:
         seed_generators(mix(self.key, schedules.place))  # otherwise stages would draw the same dropout masks
 
     def run(self) -> None:
-        """Run forward and backward passes for the batch; gradients accumulate in this stage's parameters."""
+        """Run the forward and backward passes of the batch. Gradients accumulate in this stage's parameters."""
         self.schedules.run(self._inputs(), len(self.sizes), self.kind, self._loss, self.cached)
 
     def _inputs(self) -> tuple[Tensor, ...]:
-        """Return the pipeline's input on the first stage, and nothing on other stages."""
+        """Return the pipeline's input on the first stage, and an empty tuple on other stages."""
         if not self.schedules.is_first:
             return ()
         inputs = [self.interceptor.input_of(partial(self._step, index)) for index in range(len(self.sizes))]
@@ -99,7 +99,7 @@ class BatchRun:
         self.outputs[index] = result
         losses = losses_of(result, 1)
         if not losses:
-            # a zero loss with a graph, since torch's schedule calls backward for each micro-batch
+            # a zero loss with a graph, because torch's schedule calls backward for each micro-batch
             return output.float().sum() * 0.0
         weight, weights = weight_of(result), self.task.trainer.current_run.optimization.weights
         share = self.share if weight is None else weights.factor(weight, self.step)
@@ -108,7 +108,7 @@ class BatchRun:
     def _step(self, index: int) -> Any:
         """Call training_step with a micro-batch, from the same random state on all processes."""
         seed_generators(mix(self.key, self.schedules.places, index))
-        # set on the instance, to override the class's method: all stages receive the calls, and log them in `result`
+        # set on the instance, to override the class's method: `result` sends the calls to all stages, which log them
         self.task.__dict__["log"] = partial(self._record, index)
         try:
             return self.task.training_step(self.batches[index], *self.arguments)
@@ -116,7 +116,7 @@ class BatchRun:
             del self.task.__dict__["log"]
 
     def _record(self, index: int, name: str, value: Any, *args: Any, **options: Any) -> None:
-        """Record a call to `Task.log`. Raises TaskError for a metric object."""
+        """Record a call to `Task.log`. Raises TaskError if the value is a metric object."""
         if is_metric(value):
             raise TaskError(
                 f"log({name!r}) in training_step: under a pipeline only the last stage has the metric's values. Log "
@@ -126,9 +126,9 @@ class BatchRun:
         self.calls[index].append((name, value, args, {"batch_size": self.sizes[index]} | options))
 
     def result(self, stages: Ranks) -> Any:
-        """Log the last stage's values on every process of the pipeline; return the output of training_step.
+        """Log the last stage's values on every process of the pipeline. Return the output of training_step.
 
-        On other stages, the output contains only the loss, and the weight if there is one.
+        On stages other than the last, the output contains only the loss and, if there is one, the weight.
         """
         output, message, device = None, None, self.schedules.device
         if self.schedules.is_last:

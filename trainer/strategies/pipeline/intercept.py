@@ -1,14 +1,14 @@
-"""Intercepts calls to a task's blocks when the blocks are on different processes.
+"""Interception of calls to a task's blocks, which are on different processes.
 
-    outside of training_step      the first block of a stage runs the stage on its process, and the last one returns the
-                                  stage's output on all processes (for validation, prediction, generation)
-    in a stage of the pipeline    blocks compute
-    first stage, training_step    the first block stops the step: its arguments are the pipeline's input
-    last stage, training_step     blocks do nothing, and the last block returns the pipeline's output; the rest of the
-                                  step computes the loss and logs values
+    outside of training_step      the first block of a stage runs the stage on its process, and the last block returns
+                                  the stage's output on all processes (for validation, prediction and generation)
+    in a stage of the pipeline    blocks compute as usual
+    first stage, training_step    the first block stops training_step, and its arguments become the pipeline's input
+    last stage, training_step     blocks do nothing, except that the last block returns the pipeline's output; the rest
+                                  of training_step computes the loss and logs values
 
-Therefore, a task needs no loss function apart from training_step. In return, a task must not compute anything between
-blocks, because not every process has the values there. The interceptor raises an error if the task does so.
+A task therefore does not need a separate loss function. However, it must not compute anything between blocks, because
+not every process has the values there. If the task does so, the interceptor raises an error.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -23,17 +23,17 @@ from ....base.errors import TaskError
 from ..model_parallel.parts import PartBlock
 
 BlockRelay = Callable[[int, Tensor | None], Tensor]
-"""Takes a stage's index and, on the stage's process, its output. Returns the output on all processes."""
+"""Receives a stage's index and, on the stage's process, the stage's output. Returns the output on all processes."""
 
 
 class BlockInterceptor:
-    """Intercepts calls to a task's blocks, until `close`."""
+    """Intercepts calls to a task's blocks until `close` is called."""
 
     def __init__(self, stages: Sequence[Sequence[PartBlock]], place: int, stage: nn.Module, relay: BlockRelay) -> None:
         """Intercept the calls to the blocks.
 
         Args:
-            stage: object that runs this process's stage.
+            stage: module that runs this process's stage.
             place: index of this process's stage.
         """
         self.blocks = [block for stage in stages for block in stage]
@@ -59,14 +59,15 @@ class BlockInterceptor:
     # --- calls ------------------------------------------------------------------------------------------------------
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """Let blocks compute, for the stage that calls them."""
+        """Let blocks compute as usual, for calls from their stage."""
         with self._calling(self._computed):
             yield
 
     def input_of(self, step: Callable[[], Any]) -> tuple[Tensor, ...]:
         """Run `step` up to the first block, and return the tensors that `step` passes to the block.
 
-        Raises TaskError if there are no tensors, if they depend on parameters, or if there are other arguments.
+        Raises TaskError if `step` does not pass tensors, if it passes other arguments, or if a tensor depends on
+        parameters.
         """
         first = self.blocks[0].name
         try:
@@ -87,7 +88,7 @@ class BlockInterceptor:
         return tuple(inputs)
 
     def finish(self, step: Callable[[], Any], output: Any) -> Any:
-        """Return the result of `step` with `output` as the output of the last block."""
+        """Run `step` with `output` as the output of the last block, and return the result of `step`."""
         with self._calling(partial(self._passed_through, output)):
             result = step()
         if self.next != len(self.blocks):
@@ -174,16 +175,16 @@ class BlockInterceptor:
 
 
 def intercepted(kind: type[nn.Module], enter: Callable[..., Any]) -> type[nn.Module]:
-    """Return a subclass of `kind` that calls `enter`.
+    """Return a subclass of `kind` whose instances call `enter` when they are called.
 
-    The subclass overrides __call__, not forward, so that no hooks run.
+    The subclass overrides __call__ instead of forward, so that no hooks run.
     """
     members = {"__call__": lambda self, *args, **kwargs: enter(*args, **kwargs), "__module__": kind.__module__}
     return type(kind.__name__, (kind,), members)
 
 
 class _Reached(BaseException):
-    """Raised when the task calls the first block. A BaseException, which `except Exception` does not catch."""
+    """Raised when the task calls the first block. The task's `except Exception` does not catch a BaseException."""
 
     def __init__(self, args: tuple[Any, ...], named: dict[str, Any]) -> None:
         super().__init__(*args)

@@ -1,12 +1,13 @@
-"""Pipeline parallelism along a mesh axis: each process has a stage of the model and runs batches as micro-batches.
+"""Pipeline parallelism along a mesh axis: each process has a stage of the model and splits batches into micro-batches.
 
     configure_blocks      embedding, layers.0, layers.1, layers.2, layers.3, head
     pipeline=2            `-------- stage 0 ---------´  `------ stage 1 -------´      split by parts.py
     a training step       input --> activations ------> output --> the rest of training_step: loss, logged values
                           gradients <------------------ gradients
 
-intercept.py runs training_step without its blocks; stages.py runs the blocks. Every process has all modules of the
-task, but only the shapes of other stages' parameters. The last stage broadcasts the values that the step logs.
+intercept.py runs training_step without its blocks, and stages.py runs the blocks. Every process has all modules of the
+task, but it has only the shapes of other stages' parameters. The last stage broadcasts the values that training_step
+logs.
 """
 
 from collections.abc import Sequence
@@ -42,8 +43,8 @@ class PipelineMeshStrategy(MeshStrategy):
     """One process per device, on a mesh with data, shard, tensor and pipeline axes.
 
     Replicas are divided along `data` and `shard`; parameters, gradients and optimizer states are sharded along `shard`.
-    Processes along `tensor` work on the same batches, each with its shard of the layers. Processes along `pipeline`
-    also work on the same batches, each with different layers.
+    Processes along `tensor` work on the same batches, each with its shard of every layer. Processes along `pipeline`
+    also work on the same batches, each with some of the layers.
     """
 
     def __init__(
@@ -58,10 +59,11 @@ class PipelineMeshStrategy(MeshStrategy):
 
         Args:
             pipeline: number of processes along this axis, or "auto".
-            micro_batches: maximum number of micro-batches per batch; None selects two per process of the pipeline.
-            split: number of blocks in each stage; "auto" balances stages by parameter bytes.
+            micro_batches: maximum number of micro-batches per batch; None selects two micro-batches per process in the
+                pipeline.
+            split: number of blocks in each stage; "auto" balances the stages by their size in bytes.
 
-        Also accepts the arguments of MeshStrategy.
+        The other arguments are the same as for MeshStrategy.
         """
         super().__init__(**options)
         self.asked["pipeline"] = pipeline
@@ -92,7 +94,7 @@ class PipelineMeshStrategy(MeshStrategy):
 
     # --- the task ---------------------------------------------------------------------------------------------------
     def place_task(self, task: "Task") -> None:
-        """Give this process its stage of the task, with the weights of rank 0."""
+        """Move this process's stage to its device. All weights have the values of rank 0."""
         if self.sizes.pipeline == 1:
             super().place_task(task)
             return
@@ -139,7 +141,7 @@ class PipelineMeshStrategy(MeshStrategy):
         return super().prepare(task, optimizers)
 
     def finish(self) -> None:
-        """Give every process the full task, on the host. All ranks must call this."""
+        """Copy the weights of all stages to every process, on the host. All ranks must call this."""
         if self.schedules is None or self.task is None:
             super().finish()
             return
@@ -168,11 +170,11 @@ class PipelineMeshStrategy(MeshStrategy):
         super().teardown()
 
     def _relay(self, stage: int, output: Tensor | None) -> Tensor:
-        """Give every process of the pipeline the output of a stage."""
+        """Send the output of a stage to every process of the pipeline."""
         if self.schedules is not None and stage == self.owners.place:
             for module in sharded(self.schedules.stage):
                 module.reshard()  # no backward pass will free the gathered parameters
-        # the shape first, since shapes vary outside training
+        # the shape first, because shapes vary outside of training
         shape, dtype = self.stage_ranks.broadcast(output is not None and (output.shape, output.dtype), source=stage)
         output = torch.empty(shape, dtype=dtype, device=self.device) if output is None else output.detach().contiguous()
         dist.broadcast(output, group=self.stage_ranks.group, group_src=stage)
@@ -180,7 +182,7 @@ class PipelineMeshStrategy(MeshStrategy):
 
     # --- the step ---------------------------------------------------------------------------------------------------
     def training_step(self, arguments: Sequence[Any], replica: int | None, last: bool) -> Any:
-        """Run forward and backward passes of training_step, with the blocks on the stages of the pipeline.
+        """Run the forward and backward passes of training_step. Each stage of the pipeline runs its blocks.
 
         Returns the output of training_step on the last stage, and only the loss on other stages.
         """
@@ -216,8 +218,8 @@ class PipelineMeshStrategy(MeshStrategy):
         if self.sizes.shard > 1:  # gradients of sharded parameters are reduced in the backward pass
             weights = [weight for weight in weights if not isinstance(weight, DTensor)]
         for ranks in map(self._ranks_along, ("data", "shard")):
-            # Pipelines may have gradients for different parameters, but must issue the same collectives: a missing
-            # gradient counts as zero
+            # Pipelines may have gradients for different parameters but must issue the same collectives, so a missing
+            # gradient counts as zero.
             present = torch.tensor([parameter.grad is not None for parameter in weights], dtype=torch.int32)
             for parameter, is_used in zip(weights, ranks.all_reduce(present, "max").tolist(), strict=True):
                 if is_used:

@@ -1,11 +1,11 @@
 """The stages of a pipeline and their schedules, built on torch.distributed.pipelining.
 
-A process alternates between forward and backward passes, which limits the micro-batches in flight ("1F1B", PipeDream:
-Narayanan et al., 2019, https://arxiv.org/abs/1806.03377). A batch with fewer micro-batches than stages runs all
-forward passes first, then all backward passes (GPipe: Huang et al., 2019, https://arxiv.org/abs/1811.06965).
+A process alternates between forward and backward passes, which limits the number of micro-batches in flight ("1F1B" in
+PipeDream: Narayanan et al., 2019, https://arxiv.org/abs/1806.03377). If a batch has fewer micro-batches than there are
+stages, all forward passes run before the backward passes (GPipe: Huang et al., 2019, https://arxiv.org/abs/1811.06965).
 
-torch fixes the shapes of activations in the first run of a schedule, so each batch shape, such as that of a short last
-batch, has its own schedule.
+In torch, the first run of a schedule fixes the shapes of activations. Therefore, each batch shape has its own schedule.
+For example, a shorter last batch needs another schedule.
 """
 
 import inspect
@@ -24,11 +24,11 @@ from .intercept import BlockInterceptor
 KEPT_SHAPES = 8
 """Maximum number of cached schedules; each has buffers for the activations that it receives."""
 PieceLoss = Callable[[Tensor, int], Tensor]
-"""Takes the pipeline's output for a micro-batch and the micro-batch's index; returns its share of the batch's loss."""
+"""Receives the output and the index of a micro-batch, and returns the micro-batch's share of the batch's loss."""
 
 
 class Stage(nn.Module):
-    """Runs consecutive blocks; each takes the output of the previous one."""
+    """Module that runs consecutive blocks. The input of each block is the output of the previous block."""
 
     def __init__(self, blocks: Sequence[PartBlock]) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Stage(nn.Module):
             torch.clear_autocast_cache()  # up to torch 2.11 it keeps weights that were cast without a gradient
         output = inputs[0]
         if torch.is_grad_enabled() and isinstance(output, Tensor) and output.is_floating_point():
-            # torch 2.12 sends gradients even to the output of a frozen stage
+            # torch 2.12 sends gradients to the output of a stage even if the stage is frozen
             return output if output.requires_grad else output.detach().requires_grad_()
         return output
 
@@ -70,7 +70,7 @@ class StageOwners:
         """Map the tensors of a task to stages.
 
         Args:
-            place: the stage of this process.
+            place: index of this process's stage.
         """
         self.tensors, self.place, self.last = tensors, place, len(stages) - 1  # kept alive, so that no id is reused
         self.by_id = {
@@ -81,7 +81,7 @@ class StageOwners:
         }
 
     def place_of(self, tensor: Tensor) -> int:
-        """Return the owner's stage; tensors outside of all blocks belong to the last stage."""
+        """Return the index of the stage that owns `tensor`. The last stage owns tensors outside of all blocks."""
         return self.by_id.get(id(tensor), self.last)
 
     def own_tensors(self) -> list[Tensor]:
@@ -94,10 +94,10 @@ class StageOwners:
 
 
 class Schedules:
-    """The schedules that run this process's stage, one per batch shape."""
+    """Cache of the schedules that run this process's stage, with one schedule per batch shape."""
 
     def __init__(self, stage: Stage, interceptor: BlockInterceptor, device: torch.device, ranks: Ranks) -> None:
-        """Prepare to make schedules.
+        """Create an empty cache.
 
         Args:
             ranks: the processes of the pipeline, in the order of their stages.
@@ -111,7 +111,7 @@ class Schedules:
 
     @property
     def is_first(self) -> bool:
-        """True if this process takes the pipeline's input."""
+        """True if this process receives the pipeline's input."""
         return self.place == 0
 
     @property
@@ -120,12 +120,12 @@ class Schedules:
         return self.place == self.places - 1
 
     def run(self, inputs: tuple[Tensor, ...], pieces: int, kind: Any, loss: PieceLoss, cached: bool) -> None:
-        """Run forward and backward passes for a batch; gradients accumulate in this stage's parameters.
+        """Run the forward and backward passes of a batch. Gradients accumulate in this stage's parameters.
 
         Args:
-            inputs: the pipeline's input, on the first stage.
-            kind: identifies the shapes in the batch, in the same way on all processes.
-            cached: True if all processes have a schedule for this kind.
+            inputs: the pipeline's input on the first stage; empty on other stages.
+            kind: key that identifies the shapes in the batch. It is the same on all processes of the pipeline.
+            cached: True if all processes have a schedule for `kind`.
         """
         # both conditions: another process may have dropped its schedule for this kind, and making one is a collective
         old = self.made.pop(kind, None)
@@ -144,7 +144,10 @@ class Schedules:
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
     def _put_gradients_aside(self) -> list[tuple[nn.Parameter, Tensor]]:
-        """Remove and return gradients of earlier batches: a schedule's first run drops those of sharded parameters."""
+        """Remove and return the gradients of earlier batches.
+
+        The first run of a schedule would drop the gradients of sharded parameters.
+        """
         gradients = []
         for parameter in self.stage.parameters():
             if parameter.grad is not None:
@@ -171,4 +174,4 @@ class Schedules:
 
 
 LEAN = {"return_outputs": False} if "return_outputs" in inspect.signature(ScheduleGPipe.step).parameters else {}
-"""Option that disables collecting outputs, if this version of torch has it."""
+"""Option that disables the collection of outputs, if this version of torch has the option."""

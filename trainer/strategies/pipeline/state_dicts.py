@@ -1,4 +1,4 @@
-"""State dicts of a pipeline: each rank writes and reads the tensors of its stage, under the task's names."""
+"""State dicts of a pipeline. Each rank writes and reads the tensors of its stage, with the names in the task."""
 
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -18,10 +18,10 @@ class PipelineStateDicts(MeshStateDicts):
     """State dicts with empty shards in place of other stages' tensors."""
 
     def __init__(self, mesh: MeshStateDicts, owners: StageOwners, stages: Ranks) -> None:
-        """Set the mesh and the stages.
+        """Create the state dicts.
 
         Args:
-            mesh: the mesh's state dicts, whose writers this class uses.
+            mesh: state dicts of the mesh, whose `writers` this class uses.
             stages: the ranks in the pipeline.
         """
         super().__init__(mesh.asked)
@@ -36,7 +36,7 @@ class PipelineStateDicts(MeshStateDicts):
     def load_model(self, task: "Task", weights: Mapping[str, Any], strict: bool) -> None:
         """Load the weights of this rank's stage."""
         state = task.state_dict(keep_vars=True)
-        # torch copies into every tensor: a foreign tensor is copied to itself, and is not read from the files
+        # torch copies into every tensor. A foreign tensor is copied to itself, so it is not read from the files.
         foreign = {name: value for name, value in state.items() if self.owners.is_foreign(value)}
         kept = {name: foreign.get(name, value) for name, value in weights.items()}
         super().load_model(task, kept, strict)
@@ -63,7 +63,7 @@ class PipelineStateDicts(MeshStateDicts):
         return {index for index, weight in enumerate(parameters) if self.owners.is_foreign(weight)}, len(parameters)
 
     def _described(self, owned: Mapping[Any, Any], order: Iterable[Any]) -> dict[Any, Any]:
-        """Return the descriptions from all ranks in the pipeline, with keys in the given order."""
+        """Return the tensor descriptions from all ranks in the pipeline, in the given order of keys."""
         # descriptions only: no rank has memory for the tensors of all stages
         described = {key: value for each in self.stages.gather_objects(owned) for key, value in each.items()}
         return {key: described[key] for key in order if key in described}
