@@ -1,7 +1,7 @@
 """The Trainer's arguments, with their names, types, ranges, defaults and documentation.
 
 The docstring of TrainerArguments is the only source of the documentation: the reference page, `legato --help`, the JSON
-schema and messages read it. This module does not import torch, so that a misspelled key fails before torch loads.
+schema and messages use it. This module does not import torch, so that a misspelled key fails before torch is imported.
 """
 
 import inspect
@@ -56,9 +56,9 @@ class TrainerArguments:
 
     Args:
         max_epochs: Stop after this many epochs. -1: no limit. Default: 1000, unless max_steps or max_time is set.
-        min_epochs: Train at least this many epochs before anything may stop the run early.
+        min_epochs: Minimum number of epochs. Nothing stops the run early before they are done.
         max_steps: Stop after this many optimizer steps. -1: no limit.
-        min_steps: Train at least this many optimizer steps before anything may stop the run early.
+        min_steps: Minimum number of optimizer steps. Nothing stops the run early before they are done.
         max_time: Stop after this duration: "DD:HH:MM:SS", a timedelta, or a mapping such as {"hours": 12}.
         fast_dev_run: Quick test: run this many batches of each stage (True: 1), without checkpoints or logs.
         strategy: Placement of replicas on devices: "auto", a name such as "ddp" or "fsdp", or a mapping with `name` and
@@ -71,15 +71,15 @@ class TrainerArguments:
         replicas: Number of logical data-parallel workers, constant for the run. None: one per data-parallel process at
             the start of the run.
         precision: 32, 64, "bf16-mixed", "16-mixed", "bf16-true" or "16-true".
-        seed: Seed for the order of samples and all random numbers.
+        seed: Seed for the order of samples and for all random numbers.
         reproducible: What is guaranteed for any number of processes: "order" (same samples and random numbers in each
             step), "bitwise" (bitwise identical results) or "off" (nothing).
-        threads: Intra-op threads per process; the number affects the last bits of results. None: torch's default, or 1
+        threads: Intra-op threads per process. The number affects the last bits of results. None: torch's default, or 1
             under "bitwise".
-        deterministic: Use deterministic kernels only. For operations without one, True raises an error and "warn"
-            warns.
+        deterministic: Use deterministic kernels only. For operations that have none, True raises an error and "warn"
+            issues a warning.
         recheck_every: To detect faulty hardware, compute the first and every n-th step twice before the update, and end
-            the run if bits differ. Requires deterministic=True or reproducible="bitwise". None: never.
+            the run if the results differ. Requires deterministic=True or reproducible="bitwise". None: never.
         accumulate_grad_batches: Batches that each replica accumulates per optimizer step.
         gradient_clip_val: Maximum norm or absolute value of the gradients. None or 0: no clipping.
         gradient_clip_algorithm: "norm": clip the total norm; "value": clip each element.
@@ -89,8 +89,8 @@ class TrainerArguments:
         detect_anomaly: Make autograd report the operation that produced a NaN gradient. Slow.
         activation_checkpointing: Names of module classes whose activations are recomputed in the backward pass to save
             memory.
-        compile: Compile the task's modules in place with torch.compile. A mapping passes options to it; its key
-            `blocks` lists the module classes to compile.
+        compile: Compile the task's modules in place with torch.compile. A mapping passes options to torch.compile; its
+            key `blocks` lists the module classes to compile.
         sync_batchnorm: Compute batch norm statistics over the batches of all replicas. Requires one process per
             replica.
         limit_train_batches: Training batches of each replica per epoch: a number (int) or a fraction (float).
@@ -101,17 +101,18 @@ class TrainerArguments:
             batches in a fixed order. 0: off.
         use_distributed_sampler: True: shard training data across replicas, except for loaders that already yield a
             different share in each process. False: your loaders shard the data. "even": shard, and repeat the first
-            samples of an epoch until all replicas have the same number, which steps that gather data require.
+            samples of an epoch until all replicas have the same number of samples, as required by steps that gather
+            data.
         loader: Options that override those of every DataLoader that Legato shards by sample: num_workers,
             prefetch_factor, persistent_workers, pin_memory. They affect the speed, not the samples.
-        prefetch_to_device: On devices with streams, copy the next batch to the device during computation on the current
-            one. Needs device memory for one more batch.
+        prefetch_to_device: On devices with streams, copy the next batch to the device while the current batch is being
+            processed. Requires device memory for one more batch.
         reload_dataloaders_every_n_epochs: Call the loader hooks of the task or data module again every n epochs. 0:
-            never. A resume calls them again for the resumed epoch, with the `current_epoch` of the earlier call.
-        leave_out_samples: Dataset indices of training samples to leave out of every batch. All other samples stay in
-            their steps.
-        resume_at: What a resume within an epoch does if the steps' samples have changed (batch size, data, limits).
-            "step": raise an error; "epoch": end that epoch and start the next one.
+            never. A resume repeats the calls for the resumed epoch, with the same `current_epoch` as before.
+        leave_out_samples: Dataset indices of training samples to leave out of every batch. All other samples remain in
+            the same steps.
+        resume_at: What to do if a run resumes in the middle of an epoch and the samples of its steps have changed
+            (batch size, data, limits). "step": raise an error; "epoch": end that epoch and start the next.
         val_check_interval: Validate after this fraction of an epoch (float), this many training batches per replica
             (int), or this duration: "DD:HH:MM:SS", a timedelta or a mapping such as {"minutes": 30}.
         check_val_every_n_epoch: Validate every n epochs. None: count val_check_interval's batches across epochs.
@@ -121,7 +122,7 @@ class TrainerArguments:
         run_name: Name of the run. The run directory is default_root_dir/run_name/version_N.
         logger: Logger or list of loggers. True: TensorBoard and metrics.jsonl in the run directory; False or None: no
             logger.
-        save_code: Store the git commit and uncommitted changes in the run directory. `run.save_code` in a config.
+        save_code: Store the git commit and uncommitted changes in the run directory. In a config, set `run.save_code`.
         log_every_n_steps: Optimizer steps between logging points. Values are read from the device only at logging
             points. The last step of a run is also a logging point.
         callbacks: Callbacks of the run.
@@ -132,8 +133,8 @@ class TrainerArguments:
         enable_model_summary: Add a ModelSummary callback if you pass none.
         cluster: "auto": join the processes that torchrun, SLURM or MPI started; "off": ignore their environment
             variables.
-        max_restarts: How often Legato's launcher restarts failed workers, each time from the newest complete
-            checkpoint.
+        max_restarts: Maximum number of times that Legato's launcher restarts failed workers. Each restart resumes from
+            the newest complete checkpoint.
         hang_timeout: Seconds without progress after which the run ends with an error. Must be longer than the longest
             step, save or hook. None: never.
         requeue: Under SLURM, save a checkpoint and requeue the job when it receives SIGTERM or SIGUSR1.
@@ -211,7 +212,7 @@ class TrainerArguments:
     requeue: bool = False
 
     def __post_init__(self) -> None:
-        """Overridden by the Trainer, which builds its attributes from the arguments."""
+        """Hook that the Trainer overrides to build its attributes from the arguments."""
 
 
 ARGUMENT_NAMES: tuple[str, ...] = tuple(TrainerArguments.__dataclass_fields__)
@@ -250,7 +251,7 @@ INSTEAD = {
 
 @cache
 def argument_types() -> dict[str, Any]:
-    """Return the type of each argument. Classes of higher layers, which are not imported, become Any."""
+    """Return the type of each argument. The type is Any for classes in higher layers, which are not imported."""
     above = dict.fromkeys(("Strategy", "Callback", "CheckpointFormat", "Logger"), Any)
     return get_type_hints(TrainerArguments, localns=above, include_extras=True)
 
@@ -269,7 +270,7 @@ def argument_texts() -> dict[str, str]:
 
 
 def documented_arguments(docstring: str | None) -> dict[str, str]:
-    """Return the texts of arguments in the "Args:" section of a docstring, by name."""
+    """Return the description of each argument in the "Args:" section of a docstring, by name."""
     section = inspect.cleandoc(docstring or "").partition("Args:\n")[2]
     entries = re.findall(r"(?m)^    ([\w, `]+): (.*(?:\n {6,}.*)*)", section)
     return {name.strip(" `"): re.sub(r"\s+", " ", text) for names, text in entries for name in names.split(",")}
@@ -291,12 +292,12 @@ def problems(arguments: Mapping[str, Any], build: Build = lambda value, key, bas
 
 
 def instead_of(name: object) -> str:
-    """Return a sentence that suggests an alternative to an unknown Trainer argument; "" without one."""
+    """Return a sentence that suggests an alternative to an unknown Trainer argument; "" if there is none."""
     return f" {INSTEAD[str(name)]}" if name in INSTEAD else did_you_mean(str(name), ARGUMENT_NAMES)
 
 
 def with_suggestions(function: Callable[..., Any], owner: str, instead: Callable[[str], str]) -> Callable[..., Any]:
-    """Wrap a function so that an unknown argument raises TypeError with a suggestion, as in Python 3.13."""
+    """Wrap a function so that an unknown argument raises TypeError with a suggestion, as Python 3.13 does."""
     names = inspect.signature(function).parameters
 
     @wraps(function)

@@ -1,6 +1,6 @@
-"""CheckpointIndex: the checkpoints that a callback keeps in a folder, with the values by which it ranks them.
+"""CheckpointIndex: the checkpoints that a callback keeps in a folder, with the values that rank them.
 
-The index is a file beside the checkpoints, since the next save would make a list inside a checkpoint outdated.
+The index is a file beside the checkpoints, because a list inside a checkpoint would be outdated after the next save.
 """
 
 import json
@@ -16,7 +16,7 @@ class Entry(NamedTuple):
 
     step: int
     score: float | None = None
-    """The monitored value; None if there is none."""
+    """Value of the monitored metric; None if there is none."""
     elapsed: float = 0.0
     """Training time of the run in seconds when the checkpoint was saved."""
 
@@ -33,20 +33,20 @@ class CheckpointIndex:
     run: str = ""
     """Id of the run."""
     monitor: str | None = None
-    """Name of the metric; None: a newer checkpoint is better."""
+    """Name of the metric that ranks the checkpoints. If None, newer checkpoints are better."""
     mode: str = "min"
     checkpoints: dict[str, Entry] = field(default_factory=dict)
 
     def best(self, save_top_k: int | None = None) -> list[str]:
-        """Return the names of the `save_top_k` best checkpoints, best first. In a tie, the earlier one comes first.
+        """Return the names of the `save_top_k` best checkpoints, best first. In a tie, the earlier checkpoint is first.
 
-        -1 returns all checkpoints; None returns only checkpoints that have a value.
+        If `save_top_k` is -1, return all checkpoints. If it is None, return all checkpoints that have a value.
         """
         ranked = list(reversed(self.checkpoints))
         if self.monitor is not None:
             sign = 1 if self.mode == "min" else -1
             scores = {name: sign * entry.score for name, entry in self.checkpoints.items() if entry.score is not None}
-            # sorted() is stable, so with equal scores the earlier checkpoint stays first
+            # sorted() is stable, so if scores are equal, the earlier checkpoint remains first
             ranked = sorted(scores, key=scores.__getitem__)
         # -1 includes checkpoints without a value, which cannot be ranked and are otherwise never among the best
         if save_top_k == -1:
@@ -54,14 +54,14 @@ class CheckpointIndex:
         return ranked[:save_top_k]
 
     def kept(self, save_top_k: int, save_last: bool) -> set[str]:
-        """Return the names to keep: the `save_top_k` best (-1: all) and, with `save_last`, the newest."""
+        """Return the names of checkpoints to keep: the `save_top_k` best (-1: all) and, if `save_last`, the newest."""
         return {*self.best(save_top_k), *(list(self.checkpoints)[-1:] if save_last else ())}
 
     def dump(self) -> bytes:
         """Return the contents of the index file."""
         entries = {name: entry._asdict() for name, entry in self.checkpoints.items()}
         content = {"run": self.run, "monitor": self.monitor, "mode": self.mode, "checkpoints": entries}
-        # JSON has no NaN, so with a NaN score `parse_index` would reject the entire file
+        # JSON has no NaN, so `parse_index` would reject a file with a NaN score
         return json.dumps(content, indent=1, allow_nan=False).encode("ascii")
 
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Stateful(Protocol):
-    """An object whose state a checkpoint stores; the same protocol as in torch.distributed.checkpoint."""
+    """An object whose state is stored in checkpoints, as in torch.distributed.checkpoint."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state: plain containers, numbers, strings and tensors. Called on every rank."""

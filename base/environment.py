@@ -62,12 +62,12 @@ def replace_variables(variables: Mapping[str, str]) -> None:
 
 
 def cache_folder() -> Path:
-    """Return the folder for local copies of remote files. Links are resolved, since other modules compare paths."""
+    """Return the folder for local copies of remote files. Links are resolved, because other modules compare paths."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser().resolve() / "legato"
 
 
 def lead_python_path(folder: str) -> None:
-    """Put a folder first on PYTHONPATH for Python processes that start later."""
+    """Put a folder at the start of PYTHONPATH, for Python processes that start later."""
     paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     # workers import the task's module by name, from any working directory
     if folder not in paths:

@@ -8,11 +8,11 @@
     |-- NonFiniteError    (ArithmeticError)  a loss or gradient is NaN or infinite
     |-- CorruptionError   (ArithmeticError)  recomputing a step gave different bits
     |-- DisagreementError (RuntimeError)     the ranks of a run disagree about what to do next, or their weights differ
-    |-- HangError         (RuntimeError)     the run made no progress; the message has each rank's position
-    `-- WorkerError       (RuntimeError)     a process of the run failed; has that process's rank and traceback
+    |-- HangError         (RuntimeError)     the run made no progress; the message lists each rank's position
+    `-- WorkerError       (RuntimeError)     a process of the run failed; contains the process's rank and traceback
 
-A message says what was expected, what was found and what to do. For a common mistake, it ends with the wrong and the
-right line of code (see `correction`).
+A message says what was expected, what was found and what to do. For a common mistake, it ends with the incorrect and
+the correct line of code (see `correction`).
 """
 
 import difflib
@@ -57,11 +57,11 @@ class DisagreementError(LegatoError, RuntimeError):
 
 
 class HangError(LegatoError, RuntimeError):
-    """Raised if the run makes no progress for `hang_timeout`; the message has each rank's position."""
+    """Raised if a run makes no progress for `hang_timeout` seconds. The message lists each rank's position."""
 
 
 class WorkerError(LegatoError, RuntimeError):
-    """Raised if a process of the run fails. The message names the process's rank and ends with the traceback."""
+    """Raised if a process of the run fails. The message contains the process's rank and ends with its traceback."""
 
     def __init__(self, message: str, rank: int | None = None) -> None:
         super().__init__(message)
@@ -69,7 +69,7 @@ class WorkerError(LegatoError, RuntimeError):
 
 
 SYNONYMS = {"fp16": "16-mixed", "float16": "16-mixed", "half": "16-mixed", "bfloat16": "bf16-mixed", "fp32": "32"}
-"""Values used in other libraries whose most similar name in Legato means something else."""
+"""Values used in other libraries for which the most similar name in Legato has another meaning."""
 
 
 def did_you_mean(word: str, names: Iterable[str], cutoff: float = 0.6) -> str:
@@ -90,7 +90,7 @@ def nearest_name(word: str, names: Iterable[str], cutoff: float = 0.6) -> str:
 
 
 def correction(wrong: str, right: str) -> str:
-    """Return the wrong and the right line of code, to append to a message."""
+    """Return the incorrect and the correct line of code, to append to a message."""
     width = max(len(wrong), len(right))
     return f"\n    {wrong:<{width}}  # incorrect\n    {right:<{width}}  # correct"
 
@@ -110,7 +110,7 @@ def describe_import(error: BaseException) -> str:
 
 
 def first_names(names: Sequence[str], shown: int = 6) -> str:
-    """Join the first `shown` names, and append the number of remaining names."""
+    """Join the first `shown` names, followed by the number of remaining names."""
     return ", ".join(names[:shown]) + (f" and {len(names) - shown} more" if len(names) > shown else "")
 
 

@@ -1,4 +1,4 @@
-"""Location: the local path or object store address of checkpoints or runs. Does not import torch."""
+"""Location: the local path or object store address of checkpoints or runs. This module does not import torch."""
 
 import os
 from importlib.util import find_spec
@@ -78,7 +78,7 @@ def to_absolute(place: "str | os.PathLike[str]") -> Location:
 
 
 def place_problem(place: str, writes: bool = True) -> str | None:
-    """Return why a run cannot read from or (with `writes`) write to a path or address; None if it can."""
+    """Return why a run cannot read from a path or address or, if `writes`, write to it; None if it can."""
     scheme, mark, rest = place.partition("://")
     if not mark or scheme in ("file", "local"):
         if not mark and (match := ADDRESS.match(place)) is not None:
@@ -99,7 +99,7 @@ def place_problem(place: str, writes: bool = True) -> str | None:
 
 
 def is_repository(address: str) -> bool:
-    """Return whether an address names a repository on the Hugging Face Hub. Legato only reads from such addresses."""
+    """Return whether an address is a repository on the Hugging Face Hub. Legato only reads from such addresses."""
     return address.startswith("hf://") and not address.startswith("hf://buckets/")
 
 
@@ -111,7 +111,7 @@ def local_folder(run: Address, area: str = "runs") -> Path:
 
 
 def location_of(directory: Path) -> Location:
-    """Return the location of a run directory: the address that a local folder mirrors, or the folder itself."""
+    """Return the location of a run directory: the address if the folder is a mirror, otherwise the folder itself."""
     try:
         _, scheme, *rest = directory.relative_to(cache_folder()).parts
     except ValueError:

@@ -1,4 +1,4 @@
-"""Legato's messages: shown on stderr, unless the program has configured logging."""
+"""Legato's messages, which are shown on stderr unless the program has configured logging."""
 
 import errno
 import io
@@ -58,7 +58,7 @@ STDOUT, STDERR = Output("stdout"), Output("stderr")
 
 
 def let_be_seen() -> None:
-    """Log to stderr unless the program has set up handlers. Keep the program's level; default to INFO."""
+    """Log to stderr, unless the program has set up handlers. If the program has not set a log level, set it to INFO."""
     log = logging.getLogger("legato")
     if not (logging.getLogger().handlers or log.handlers):
         log.addHandler(_ToStderr())
@@ -83,7 +83,7 @@ LEVELS = {"--quiet": logging.WARNING, "--verbose": logging.DEBUG}
 
 @contextmanager
 def shown_from(option: str | None) -> Iterator[None]:
-    """In this context and in workers started from it, use the log level of an option in LEVELS."""
+    """In this context and in workers started in it, use the log level of a command-line option (see LEVELS)."""
     log = logging.getLogger("legato")
     before = log.level
     try:
@@ -96,17 +96,17 @@ def shown_from(option: str | None) -> Iterator[None]:
 
 
 def shown_options() -> tuple[str, ...]:
-    """Return the active option in LEVELS as command-line arguments; () without one."""
+    """Return the command-line option for the current log level (see LEVELS); () if there is none."""
     level = logging.getLogger("legato").level
     return tuple(option for option, option_level in LEVELS.items() if option_level == level)
 
 
 def is_quiet() -> bool:
-    """Return whether to show only warnings: no layout, progress bars or tables."""
+    """Return whether to show only warnings, without the layout, progress bars and tables."""
     return logging.getLogger("legato").level > logging.INFO
 
 
 def tell(text: str) -> None:
-    """Print a line about a command's progress, unless output is quiet."""
+    """Print a line about a command's progress unless only warnings are shown."""
     if not is_quiet():
         print(text, file=STDOUT, flush=True)

@@ -1,6 +1,6 @@
 """This process's place in a process group (its rank and node), as defined by its launcher or the script.
 
-This module does not import torch, since the command line uses it before torch is imported.
+This module does not import torch, because the command line uses it before torch is imported.
 """
 
 import functools
@@ -28,13 +28,13 @@ class Place:
     local_world_size: int = 1
     nodes: int = 1
     origin: str = "alone"
-    """Origin of the group: "alone", "legato", "torchrun", "slurm", "mpi", "environment" (RANK set by hand), or
-    "script" (init_process_group, where a local rank of -1 is still unknown)."""
+    """Origin of the group: "alone", "legato", "torchrun", "slurm", "mpi", "environment" (RANK was set manually), or
+    "script" (the script called init_process_group; an unknown local rank is -1)."""
 
 
 @dataclass(frozen=True)
 class Variables:
-    """Environment variables that give a process its rank and node. For each value, the first one that is set counts."""
+    """Environment variables for a process's rank and node. For each value, the first variable that is set is used."""
 
     rank: tuple[str, ...]
     world_size: tuple[str, ...]
@@ -76,9 +76,9 @@ def variables_of(place: Place) -> dict[str, str]:
 
 
 def find_place(cluster: str = "auto") -> Place | None:
-    """Return this process's place in the process group of a launcher or the script; None without a group.
+    """Return this process's place in the process group of a launcher or the script; None if there is no group.
 
-    With `cluster="off"`, only Legato's workers have a place. Raises ConfigError if the launcher's variables conflict.
+    If `cluster` is "off", only Legato's workers have a place. Raises ConfigError if the launcher's variables conflict.
     """
     worker = get_variable("LEGATO_WORKER")
     # compared with the process id: a worker's child processes inherit the variable, but are not members of the group
@@ -91,7 +91,7 @@ def find_place(cluster: str = "auto") -> Place | None:
 
 
 def _launched() -> Place | None:
-    # before SLURM and MPI: torchrun's processes see the variables of their job too, but torchrun defines the group
+    # before SLURM and MPI: torchrun's processes also have the variables of their job, but torchrun defines the group
     if get_variable("TORCHELASTIC_RUN_ID") is not None:
         return _read(TORCH, "torchrun")
     # a process started by one of Legato's workers inherits RANK, but is not a member of the group
@@ -144,7 +144,7 @@ def _read(names: Variables, origin: str) -> Place | None:
 
 
 def _name(names: tuple[str, ...]) -> str:
-    """Return the first variable that is set. Defaults to the last one, which SLURM also sets outside of job steps."""
+    """Return the first variable that is set, otherwise the last one, which SLURM also sets outside of job steps."""
     return next((name for name in names if get_variable(name)), names[-1])
 
 
@@ -172,9 +172,9 @@ def _distributed() -> Any:
 
 
 def find_group() -> tuple[int, int] | None:
-    """Return the rank and world size of a process group that the script created; None without one.
+    """Return the rank and world size of a process group that the script created; None if there is none.
 
-    Legato joins such a group like a launcher's: it starts no processes and does not destroy the group.
+    Legato uses such a group like a launcher's: it starts no processes and does not destroy the group.
     """
     distributed = _distributed()
     if distributed is None or distributed.group.WORLD is _made_here:
@@ -183,7 +183,7 @@ def find_group() -> tuple[int, int] | None:
 
 
 def _in_group(rank: int, world_size: int) -> Place:
-    """Return this process's place in the script's group. Uses the launcher's place if its rank and size match."""
+    """Return this process's place in the script's group. If rank and size match, this is the launcher's place."""
     try:
         launched = _launched()
     except ConfigError:  # incomplete variables that the script has set, such as WORLD_SIZE alone
@@ -208,7 +208,7 @@ def rank_zero_only(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def current_rank() -> int:
-    """Return this process's rank in its process group or its launcher's group; 0 without a group."""
+    """Return this process's rank in its process group or its launcher's group; 0 if there is no group."""
     distributed = _distributed()
     if distributed is not None:
         return int(distributed.get_rank())

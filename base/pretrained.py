@@ -17,7 +17,10 @@ def is_pretrained(value: Any) -> bool:
 
 
 def find_models(module: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the name and module of each outermost module with `save_pretrained`: an adapter, but not its base model."""
+    """Yield the name and module of each module with `save_pretrained`, but not those inside such a module.
+
+    An adapter is therefore yielded without its base model.
+    """
     if is_pretrained(module):
         yield name, module
         return
@@ -40,11 +43,11 @@ def require_models(task: Any) -> dict[str, Any]:
 def save_pretrained(task: Any, folder: Path, shard_size: str | None = None) -> list[Path]:
     """Save the models of a task to `folder`, and return the folders written.
 
-    With several models, each gets its own subfolder. Tokenizers and processors that are attributes of the task are
-    saved beside each model. An existing folder is replaced once the new one is complete.
+    If the task has several models, each is saved to its own subfolder. Tokenizers and processors that are attributes of
+    the task are saved beside each model. An existing folder is replaced once the new folder is complete.
 
     Args:
-        shard_size: Largest size of a weights file, such as "5GB". None: the library's default.
+        shard_size: Maximum size of a weights file, such as "5GB". None: the library's default.
     """
     models = require_models(task)
     partial, replaced = (folder.with_name(f".{folder.name}.{word}") for word in ("partial", "replaced"))

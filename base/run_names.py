@@ -1,4 +1,4 @@
-"""File names in run directories, and checks of names and paths. Does not import torch, for a fast config check."""
+"""File names in run directories, and checks of names and paths. Does not import torch, so a config check is fast."""
 
 import errno
 import json
@@ -25,7 +25,7 @@ REPLAY = ".replay-"
 EVENT_FILES = "events.out.tfevents."
 """Prefix of TensorBoard event file names."""
 LARGEST = 64 << 20
-"""Maximum size in bytes of a small file of a run directory, such as `run.json`."""
+"""Maximum size in bytes of a small file in a run directory, such as `run.json`."""
 ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+(.*)", re.DOTALL)
 """Pattern of an address such as s3://bucket/run, or s3:/bucket/run from `Path`. A single letter is a Windows drive."""
 LONGEST = 255
@@ -41,8 +41,8 @@ def run_directory_gone(folder: Path) -> ConfigError:
 
 
 def not_writable(folder: Path, reason: object) -> ConfigError:
-    """Return the error for a run directory that has become read-only. `reason` is the system's message."""
-    # compare the text, since callers only have the system's message
+    """Return the error for a run directory that is not writable any more. `reason` is the system's message."""
+    # compare the text, because callers only have the system's message
     is_full = str(reason) in (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
     return ConfigError(
         f"Cannot write to the run directory {folder}: {reason}. The run stops. "
@@ -82,7 +82,7 @@ def address_problem(path: object) -> str | None:
 
 
 def path_problem(path: str) -> str | None:
-    """Return why a path is invalid on every file system; None if it is valid."""
+    """Return why a path is invalid on all common file systems; None if it is valid."""
     if (problem := address_problem(path)) is not None:
         return problem
     if "\0" in path:
@@ -96,7 +96,7 @@ def path_problem(path: str) -> str | None:
 def is_run_directory(folder: Path, name: str) -> bool:
     """Return whether a folder is the directory of a run with this name.
 
-    True for NAME/version_N and for any folder with checkpoints, which may be a copy of a run directory.
+    True for NAME/version_N, and for any folder with checkpoints because it may be a copy of a run directory.
     """
     parts = Path(name).parts
     if parts and VERSION.fullmatch(folder.name) is not None and folder.parts[-len(parts) - 1 : -1] == parts:

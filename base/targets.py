@@ -1,6 +1,6 @@
 """Builds objects from config mappings with `_target_`, and rebuilds them from checkpoints.
 
-A checkpoint holds the mapping in place of the object. This module imports torch only to rebuild objects, so that the
+A checkpoint contains the mapping instead of the object. This module imports torch only to rebuild objects, so that the
 config check does not import torch.
 """
 
@@ -23,7 +23,7 @@ POSITIONAL = "_args_"
 
 
 def misspelt_word(name: object) -> str:
-    """Return " Did you mean ...?" for a misspelling of one of these keys; "" for any other name."""
+    """Return " Did you mean ...?" if `name` is a misspelling of a special key such as `_target_`, otherwise ""."""
     words = (TARGET, PARTIAL, POSITIONAL)
     # only names that begin with an underscore: a key such as `target` may be an argument
     likely = isinstance(name, str) and name.startswith("_") and name not in words
@@ -38,10 +38,11 @@ def call_target(target: Callable[..., Any], arguments: Mapping[str, Any], partia
 
 
 def rebuild_targets(value: Any, kind: type, name: str) -> Any:
-    """Rebuild the objects in the config of hyperparameter `name` of a task or data module of class `kind`.
+    """Rebuild the objects in `value`, the config of a hyperparameter of a task or data module.
 
-    References to environment variables in strings are replaced by their values. Raises CheckpointError if the config
-    names a target that a checkpoint may not call; see `_find_trusted`.
+    The hyperparameter is called `name`, and the task or data module has the class `kind`. References to environment
+    variables in strings are replaced by the variables' values. Raises CheckpointError if the config contains a target
+    that a checkpoint may not call; see `_find_trusted`.
     """
     if isinstance(value, str):
         return re.sub(r"\$\{env:(\w+)\}", lambda match: _value_of(match[1], name), value)
@@ -69,7 +70,8 @@ def _value_of(variable: str, name: str) -> str:
 def _find_trusted(path: str, kind: type, name: str) -> Callable[..., Any]:
     """Return the object at a dotted path, if a checkpoint may call it.
 
-    A checkpoint may come from an untrusted source, so loading it never imports another package. It may only call:
+    A checkpoint may come from an untrusted source, so loading it never imports another package. The checkpoint may only
+    call:
 
     * objects defined in torch.nn, in torch.optim or in the package of `kind`;
     * classes of modules, optimizers, learning rate schedulers and datasets in packages that are already imported.
@@ -79,8 +81,8 @@ def _find_trusted(path: str, kind: type, name: str) -> Callable[..., Any]:
 
     top = path.partition(".")[0]
     try:
-        # resolve_name imports modules: only in packages that the program has already imported
-        # not in the standard library, which is always imported and can start programs
+        # resolve_name imports modules, so it is called only for packages that the program has already imported, but not
+        # for the standard library, which is always imported and can start programs
         target = pkgutil.resolve_name(path) if top in sys.modules and top not in sys.stdlib_module_names else None
     except (ImportError, AttributeError, ValueError):
         target = None

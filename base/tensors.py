@@ -62,12 +62,12 @@ def plain_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
 def require_samples(batch: Any, items: int | None = None) -> int:
     """Return the number of samples in a batch, which is the size of its tensors along their first dimension.
 
-    Scalar tensors are ignored. Without tensors, the length of the first list of numbers or strings is returned.
+    Scalar tensors are ignored. If there are no tensors, return the length of the first list of numbers or strings.
 
     Args:
-        items: Number of items that the loader collated; used if the tensors' sizes differ.
+        items: Number of items that the loader collated. It is used if the tensors' sizes differ.
 
-    Raises DataError if sizes differ and `items` does not resolve the difference.
+    Raises DataError if the sizes differ and `items` does not resolve the difference.
     """
     lengths = set(_lengths(batch, items))
     if items is not None and (items in lengths or (items > 1 and len(lengths) > 1)):
@@ -82,11 +82,11 @@ def require_samples(batch: Any, items: int | None = None) -> int:
 
 
 def _lengths(batch: Any, collated: int | None = None) -> list[int]:
-    """Return the length of each item in a batch, in order, leaving out items without a length."""
+    """Return the lengths of the items in a batch, in order. Items that have no length are left out."""
     lengths, items = list[int](), [batch]
-    while items:  # a loop, not a generator, since it runs in every step of a stream
+    while items:  # a loop, not a generator, because it runs in every step of a stream
         item = items.pop()
-        if isinstance(item, torch.Tensor):  # first, since the other checks take three times as long
+        if isinstance(item, torch.Tensor):  # first, because the other checks take three times as long
             if item.ndim:
                 lengths.append(item.size(0))  # not from `shape`, which nested tensors do not have
         elif isinstance(item, PackedSequence):
@@ -110,7 +110,7 @@ def _lengths(batch: Any, collated: int | None = None) -> list[int]:
 
 
 def _are_images(items: Any, collated: int | None) -> bool:
-    """Return whether a list may hold one image (channels, height, width) per sample rather than a batch's fields."""
+    """Return whether each tensor in a list may be one sample's image (channels, height, width), not a batch's field."""
     if not all(isinstance(item, torch.Tensor) and item.ndim == 3 and item.size(0) <= 4 for item in items):
         return False
     return len(items) == collated or len({item.shape[1:] for item in items}) > 1
@@ -133,7 +133,7 @@ def _length_of_list(batch: Any) -> int | None:
 
 
 def local_part(tensor: Any) -> torch.Tensor:
-    """Return this rank's shard of a DTensor, detached and sharing its memory; a plain tensor unchanged."""
+    """Return this rank's shard of a DTensor, detached but sharing memory. Return a plain tensor unchanged."""
     if not hasattr(tensor, "to_local"):
         return tensor  # type: ignore[no-any-return]
     with torch.no_grad():  # torch then returns the shard itself instead of a view in the autograd graph

@@ -1,7 +1,7 @@
 """Wrappers for the private names of torch, torchmetrics and CPython that Legato uses.
 
 No other module uses private names. There are no fallbacks: the tests run with each supported version of torch (`make
-matrix`), and if a version changes a name, this module must change.
+matrix`), and if a version changes a name, this module must be changed.
 """
 
 import logging
@@ -43,9 +43,9 @@ def set_group_timeout(limit: timedelta, group: Any = None) -> None:
 
 
 def reset_group_names() -> None:
-    """Restart torch's numbering of process groups in this process. Call it only without a default group.
+    """Restart torch's numbering of process groups in this process. Call this only if there is no default group.
 
-    Ranks find each other by these numbers, which a failed attempt increments.
+    The ranks find each other by these numbers, which a failed attempt increments.
     """
     # A joining rank starts at 0. Ranks with an earlier attempt would use a different number, and all would time out.
     _c10d()._world.group_count = 0
@@ -59,14 +59,14 @@ def default_store() -> Any:
 # --- sharded parameters -----------------------------------------------------------------------------------------------
 def forget_wrapping(module: nn.Module) -> None:
     """Remove the mark of `fully_shard` from a module, so that `fully_shard` can be applied again."""
-    # torch cannot undo it: without this function, a task's second run fails, since its state was garbage-collected
+    # torch cannot undo it. Without this function, a task's second run fails because its state was garbage-collected.
     from torch.distributed import _composable_state
 
     _composable_state._module_state_mapping.pop(module, None)
 
 
 def forward_of_ddp(ddp: Any, *arguments: Any) -> Any:
-    """Call DistributedDataParallel.forward. If no profiler runs, skip the profiler range, which takes 35 us."""
+    """Call DistributedDataParallel.forward. If no profiler is running, skip the profiler range, which takes 35 us."""
     if is_profiling() or ddp._delay_all_reduce_all_params:
         return ddp.forward(*arguments)
     inputs, options = ddp._pre_forward(*arguments)
@@ -74,7 +74,7 @@ def forward_of_ddp(ddp: Any, *arguments: Any) -> Any:
 
 
 def reduction_check(module: Any) -> Callable[[], object]:
-    """Return a function that raises RuntimeError if parameters in DDP got no gradient in the last backward pass.
+    """Return a function that raises RuntimeError if a parameter in DDP got no gradient in the last backward pass.
 
     torch itself raises this error only in the next step.
     """
@@ -109,7 +109,7 @@ def version_of(tensor: Tensor) -> int:
 
 @contextmanager
 def faking_tensors() -> Iterator[str]:
-    """Make tensors created in this context fake (without memory). Yields the device to create them on."""
+    """Create fake tensors (without memory) in this context. Yields the device on which to create them."""
     # not the device "meta", on which autocast has no effect and all activations would have full precision
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -122,7 +122,7 @@ DispatchMode = _python_dispatch.TorchDispatchMode
 
 
 def node_numbers() -> tuple[int, int | None]:
-    """Return the sequence numbers of the newest autograd node and of the node now in its backward pass, or None."""
+    """Return the sequence numbers of the newest autograd node and of the node in its backward pass (None: no node)."""
     running: Any = torch._C._current_autograd_node()
     newest: int = torch._C._autograd._get_sequence_nr() - 1
     return newest, None if running is None else running._sequence_nr()
@@ -136,12 +136,12 @@ ModuleParts = tuple[dict[str, Any], dict[str, Any], dict[str, Any]]
 
 
 def own_buffers(module: nn.Module) -> Tensors:
-    """Return the buffers that a module holds directly, by name, including those that are None."""
+    """Return a module's own buffers by name, including buffers that are None but not those of its children."""
     return module._buffers
 
 
 def put_child(module: nn.Module, name: str, value: Any) -> None:
-    """Set a child in a copy of a module. The child need not be a module."""
+    """Set a child in a copy of a module. The child does not have to be a module."""
     module._modules[name] = value
 
 
@@ -152,7 +152,7 @@ def replace_values(tensor: Any, values: Tensor) -> None:
 
 
 def module_parts(module: nn.Module) -> ModuleParts:
-    """Return the parameters, buffers and children that a module holds directly."""
+    """Return a module's own parameters, buffers and children, not those of its children."""
     return module._parameters, module._buffers, module._modules
 
 
@@ -162,9 +162,10 @@ def set_module_parts(module: nn.Module, parts: ModuleParts) -> None:
 
 
 def copy_modules(module: nn.Module, tensors: dict[int, Tensor]) -> Any:
-    """Return a shallow copy of a module tree whose parameters and buffers are in `tensors`, by id of the original.
+    """Return a shallow copy of a module tree that uses the parameters and buffers in `tensors`.
 
-    torch.func.functional_call cannot replace this function, since it only calls forward, not a task's step.
+    `tensors` is keyed by the ids of the original tensors. torch.func.functional_call cannot replace this function,
+    because it only calls forward, not a task's step.
     """
     copies: dict[nn.Module, Any] = {original: original._replicate_for_data_parallel() for original in module.modules()}
     for original, twin in copies.items():
@@ -206,8 +207,9 @@ def _call_module(module: Any, *arguments: Any, **options: Any) -> Any:
 def step_of(optimizer: Any) -> Callable[..., Any]:
     """Return the function that steps an optimizer.
 
-    torch spends 25 us per step on profiler ranges. The returned function skips them if no profiler runs, the optimizer
-    has no step hooks, and only a learning rate scheduler has replaced its `step`.
+    torch spends 25 us per step on profiler ranges. The returned function skips these ranges if no profiler is running,
+    the optimizer has no step hooks, and no code other than a learning rate scheduler has replaced the optimizer's
+    `step`.
     """
     has_compiler = "torch._dynamo" in sys.modules
     if has_compiler and torch.compiler.is_compiling():
@@ -233,7 +235,7 @@ def step_of(optimizer: Any) -> Callable[..., Any]:
 
 
 def _behind_scheduler(step: Any) -> Any:
-    """Return the `step` that a learning rate scheduler has replaced; None if other code has replaced it."""
+    """Return the original `step` if a learning rate scheduler has replaced it; None if other code has replaced it."""
     code = getattr(step, "__code__", None)
     return step.__wrapped__ if code is not None and code.co_filename == lr_scheduler.__file__ else None
 
@@ -258,10 +260,10 @@ def schedulers_within(scheduler: Any) -> Sequence[Any]:
 
 
 def backward_engine() -> Callable[..., Any] | None:
-    """Return the function that torch.autograd.backward calls, to skip its checks and context, which take 10 us.
+    """Return the function that torch.autograd.backward calls. A direct call saves 10 us for checks and a context.
 
     Returns None if autograd logs each node of a graph. For Tensor subclasses, and for graphs compiled for a device
-    other than the CPU, use torch.autograd.backward instead, since autograd's threads need the context.
+    other than the CPU, use torch.autograd.backward instead, because autograd's threads need the context.
     """
     if logging.getLogger("torch.autograd.graph").isEnabledFor(logging.DEBUG):
         return None
@@ -286,9 +288,9 @@ def _tell_compiler() -> list[Any]:
 
 
 def spare_compiler() -> None:
-    """Keep optimizers and DDP from importing torch's compiler until something else imports it.
+    """Prevent optimizers and DDP from importing torch's compiler until something else imports it.
 
-    They import it only to exclude methods from compilation, and that import takes as long as importing torch.
+    They import the compiler only to exclude methods from compilation, and the import takes as long as importing torch.
     """
     if "torch._dynamo" in sys.modules or any(isinstance(finder, _CompilerImport) for finder in sys.meta_path):
         return
@@ -330,13 +332,13 @@ is_profiling: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ign
 
 
 def iterates_plainly(loader: Any) -> bool:
-    """Return whether a DataLoader or a subclass instance yields the results of its collate_fn unchanged."""
+    """Return whether a DataLoader (or an instance of a subclass) yields the results of its collate_fn unchanged."""
     plain, kind = torch.utils.data.DataLoader, type(loader)
     return kind.__iter__ is plain.__iter__ and kind._get_iterator is plain._get_iterator
 
 
 def reader_of(batches: Any) -> tuple[Callable[[], Any], float]:
-    """Return a function that reads the next batch from a loader's iterator, and the number of batches it can read.
+    """Return a function that reads the next batch from a loader's iterator, and how many batches it can read.
 
     The function skips torch's profiler range, which takes 35 us per batch, or 9 % of a small step.
     """
@@ -350,16 +352,16 @@ def reader_of(batches: Any) -> tuple[Callable[[], Any], float]:
 
 
 def read_on(batches: Any, count: int) -> Callable[[], Any]:
-    """Return the function that reads further batches once the function from `reader_of` has read `count` batches."""
+    """Return the function that reads further batches after the function from `reader_of` has read `count` batches."""
     # torch needs the count to warn about batches beyond the declared length
     batches._num_yielded = count
     return batches.__next__  # type: ignore[no-any-return]
 
 
 def end_loader_workers(iterator: Any, loader: Any = None) -> None:
-    """End the workers of a loader's iterator now. torch ends them only when the iterator is deleted.
+    """End the workers of a loader's iterator now. torch itself ends them only when the iterator is deleted.
 
-    To end persistent workers, you must also pass `loader`, which then starts new workers in its next iteration.
+    To end persistent workers, also pass `loader`. The loader starts new workers in its next iteration.
     """
     if not hasattr(iterator, "_shutdown_workers"):
         return
@@ -389,7 +391,7 @@ def is_computed(metric: Any) -> bool:
 
 
 def newest_value_of(metric: Any) -> Any:
-    """Return a metric's value for the newest batch."""
+    """Return a metric's value for the latest batch."""
     return metric._forward_cache
 
 

@@ -43,7 +43,7 @@ class Problem(NamedTuple):
 
 @dataclass(frozen=True)
 class Range:
-    """Range of accepted numbers, as in `Annotated[int, Range(1)]`. With `exclusive`, `least` itself is rejected."""
+    """Range of accepted numbers, as in `Annotated[int, Range(1)]`. If `exclusive`, `least` itself is rejected."""
 
     least: float
     most: float = math.inf
@@ -163,7 +163,7 @@ def _has_shape(origin: Any, parts: Any, value: Any) -> bool:
     if origin in (None, type(None)):
         return value is None
     if origin in (bool, int, float, str):
-        # not type(), since a value may be an enum derived from str; but isinstance() takes a bool for an int
+        # not type(), because a value may be an enum derived from str; but isinstance() accepts a bool as an int
         accepted = (int, float) if origin is float else origin
         return isinstance(value, accepted) and (origin is bool or not isinstance(value, bool))
     if origin in _PATHS:
@@ -187,7 +187,7 @@ def _is_record(origin: Any, parts: Any) -> bool:
 
 
 def _needs_object(origin: Any) -> bool:
-    """Return whether no plain value fits this class; False for protocols, enums, typed dicts and type variables."""
+    """Return whether this class accepts no plain value. False for protocols, enums, typed dicts and type variables."""
     return (
         inspect.isclass(origin)
         and origin not in (object, Any)

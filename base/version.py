@@ -1,4 +1,4 @@
-"""Version of Legato. A separate module, since modules of the package do not import its public names."""
+"""Version of Legato. This is a separate module because the package's modules do not import its public names."""
 
 __version__ = "0.1.0"
 LAST_READER = "dbd35eb"

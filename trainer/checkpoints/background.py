@@ -1,4 +1,4 @@
-"""Background saves: training waits only for a copy in host memory, which a thread writes to disk."""
+"""Background saves: training waits only until the state is copied to host memory. A thread writes the copy to disk."""
 
 import threading
 from collections.abc import Collection, Mapping
@@ -20,9 +20,9 @@ from .commit import commit
 class Writer:
     """Writes checkpoints in a background thread, one at a time.
 
-    The writer keeps one copy of the state in host memory and reuses this memory for the next save, because touching
-    fresh memory costs more than the copy. The thread is not a daemon, so a process that exits with an exception still
-    finishes its checkpoint.
+    The writer has one copy of the state in host memory and reuses this memory for the next save, because the first use
+    of new memory takes longer than the copy. The thread is not a daemon, so a process that exits with an exception
+    still finishes its checkpoint.
     """
 
     def __init__(self) -> None:
@@ -41,14 +41,13 @@ class Writer:
         run: str = "",
         frozen: Collection[str] = (),
     ) -> None:
-        """Copy `contents` and return while a thread writes the copy.
+        """Copy `contents`, start a thread that writes the copy, and return.
 
-        First waits for the previous save and raises its error.
-
-        All ranks in `ranks` must call this, and must not use `ranks` for anything else until the save is done.
+        Before that, wait for the previous save and raise its error, if any. All ranks in `ranks` must call this, and
+        they must not use `ranks` for anything else until the save is done.
         """
         self.wait()  # two saves at once would need memory for two copies
-        # flatten here, not in the thread, so that an error about a value points at the call that saves it
+        # flatten here, not in the thread, so that the traceback of an error about a value leads to the save
         flat = flatten(contents, frozen)
         flat.assign_writers(ranks)
         self._snapshot(flat)
@@ -82,7 +81,7 @@ class Writer:
             self._error = error
 
     def _snapshot(self, flat: FlatState) -> None:
-        """Copy every tensor to the host. A tensor with several names is copied only once."""
+        """Replace every tensor by a copy in host memory. A tensor with several names is copied only once."""
         copies: dict[object, Tensor] = {}
         devices = set()
         for file, tensors in flat.tensors.items():
@@ -98,7 +97,7 @@ class Writer:
             torch.accelerator.synchronize(device)
 
     def _copy(self, place: tuple[str, str], tensor: Tensor, copies: dict[object, Tensor]) -> Tensor:
-        """Copy a tensor into the memory that held it in the previous save."""
+        """Copy a tensor into the memory that was used for it in the previous save."""
         identity = _identity(tensor)
         if identity not in copies:
             memory, is_async = self.memory.pop(place, None), has_streams(tensor.device)

@@ -1,7 +1,7 @@
 """Encodes nested values as JSON and named tensors, and decodes them, without pickle.
 
-A value of a type that JSON lacks is encoded as the mark `{"__legato__": KIND, "value": ...}`. A tensor's mark holds the
-name of a file and the tensor's name in that file.
+A value of a type that JSON does not have is encoded as a mark, `{"__legato__": KIND, "value": ...}`. The mark of a
+tensor contains the name of a file and the tensor's name in that file.
 """
 
 import base64
@@ -24,7 +24,7 @@ from .shards import ShardBlock, ShardFiles, StoredTensor, file_name, shard_block
 from .tensors import DTYPE_NAMES, flat_bytes
 
 MARK = "__legato__"
-DEPTH = 100  # maximum levels of nesting; the limit also stops at a value that contains itself
+DEPTH = 100  # maximum levels of nesting; the limit also applies to a value that contains itself
 MODEL, OTHERS = "model", "tensors"
 DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 UNFLATTEN = "__tensor_unflatten__"
@@ -36,7 +36,7 @@ ValuePath = tuple[str, ...]
 
 
 class Kind(NamedTuple):
-    """How to store the values of a type that JSON lacks."""
+    """How to store the values of a type that JSON does not have."""
 
     of: type[Any]
     pack: Callable[[Any], Any]
@@ -99,18 +99,18 @@ class FlatState:
     tree: Any
     """Strict JSON, with marks in place of tensors."""
     tensors: dict[str, dict[str, Tensor]] = field(default_factory=lambda: {MODEL: {}, OTHERS: {}})
-    """Tensor file (`model`, `tensors`) -> tensor name -> tensor. Tensors are not copied and may share memory."""
+    """Tensors by file (`model` or `tensors`) and name. They are not copied and may share memory."""
     shards: dict[str, dict[str, ShardBlock]] = field(default_factory=lambda: {MODEL: {}, OTHERS: {}})
-    """Tensor file -> tensor name -> this process's shard, for sharded tensors."""
+    """This process's shards of sharded tensors, by file and name."""
     marks: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)
     """Marks of the sharded tensors in the tree."""
     frozen: set[str] = field(default_factory=set)
     """Names in `model` of weights that may be stored in a base (frozen_base.py)."""
 
     def assign_writers(self, ranks: Ranks) -> None:
-        """Assign each shard to the first rank that holds it, and all other tensors to rank 0. All ranks must call this.
+        """Assign each shard to the first rank that has it, and all other tensors to rank 0. All ranks must call this.
 
-        The marks record the file of each shard.
+        The file of each shard is recorded in the marks.
         """
         regions = {
             (file, name): (shard.offset, tuple(shard.block.shape))
@@ -136,12 +136,12 @@ class FlatState:
 def flatten(contents: Mapping[str, Any], frozen: Collection[str] = ()) -> FlatState:
     """Split a nested value into JSON and tensors.
 
-    The tensors of `contents["state_dict"]` keep their names and go to a separate file.
+    The tensors in `contents["state_dict"]` are stored in a separate file under their own names.
 
     Args:
         frozen: keys of the state dict whose weights are not trained.
 
-    Raises CheckpointError with the path of any value that a checkpoint cannot hold.
+    Raises CheckpointError if a checkpoint cannot store a value. The error contains the path of the value.
     """
     flat = FlatState({}, frozen=set(frozen))
     flat.tree = _encode(dict(contents), (), flat)
@@ -187,7 +187,7 @@ def _encode_mapping(value: Mapping[Any, Any], path: ValuePath, flat: FlatState) 
 
 
 def _encode_tensor(value: Any, path: ValuePath, flat: FlatState) -> dict[str, Any]:
-    """Return the mark of a tensor, of this process's shard of a tensor, or of a NumPy value."""
+    """Add a tensor, this process's shard of a tensor, or a NumPy value to `flat`, and return its mark."""
     kind, shard = "tensor", value if isinstance(value, ShardBlock) else None
     if isinstance(value, (np.ndarray, np.generic)):
         kind = "array" if isinstance(value, np.ndarray) else "scalar"
@@ -233,7 +233,7 @@ def _encode_tensor(value: Any, path: ValuePath, flat: FlatState) -> dict[str, An
 
 
 def _encode_wrapped(value: Any, path: ValuePath, flat: FlatState, is_sharded: bool) -> dict[str, Any]:
-    """Return the mark of a wrapper subclass, whose `__tensor_flatten__` splits it into tensors and plain values."""
+    """Return the mark of a tensor subclass that `__tensor_flatten__` splits into tensors and plain values."""
     name, problem = f"{type(value).__module__}.{type(value).__qualname__}", "sharded over several processes"
     if not is_sharded:
         inner, settings = value.__tensor_flatten__() if hasattr(value, "__tensor_flatten__") else ((), object())
@@ -249,15 +249,15 @@ def _encode_wrapped(value: Any, path: ValuePath, flat: FlatState, is_sharded: bo
 
 
 def _wrapper_class(name: str) -> Any:
-    """Return the wrapper subclass with this name, or None if it is not imported or cannot be rebuilt."""
-    # reading a checkpoint imports no module: it uses only classes that the program has already imported
+    """Return the wrapper subclass with this name; None if it is not imported or cannot be rebuilt."""
+    # only classes that the program has already imported: reading a checkpoint imports no modules
     module, _, attribute = name.rpartition(".")
     kind = vars(sys.modules.get(module, object)).get(attribute)
     return kind if isinstance(kind, type) and issubclass(kind, Tensor) and hasattr(kind, UNFLATTEN) else None
 
 
 def _is_plain(value: Any) -> bool:
-    """Return whether a checkpoint restores a value unchanged, with the same type."""
+    """Return whether a value is restored from a checkpoint unchanged, with the same type."""
     items = [*value.keys(), *value.values()] if type(value) is dict else value if type(value) in (list, tuple) else ()
     return type(value) in PLAIN and all(map(_is_plain, items))
 
@@ -270,9 +270,10 @@ Tensors = dict[tuple[str, str], Tensor]
 def unflatten(
     tree: Any, tensors: Mapping[str, Mapping[str, Tensor]], files: ShardFiles | None = None
 ) -> dict[str, Any]:
-    """Rebuild the value that `flatten` split, with the shards in `files`.
+    """Rebuild the value that `flatten` split. Shards are read from `files`.
 
-    A sharded tensor becomes a `StoredTensor`. Raises CheckpointError if the tree and the tensors do not match.
+    Each sharded tensor is returned as a `StoredTensor`. Raises CheckpointError if the tree and the tensors do not
+    match.
     """
     # Exactly one mark must claim each tensor: an unclaimed tensor means that the files do not belong together.
     unclaimed = {(file, name): tensor for file, named in tensors.items() for name, tensor in named.items()}
@@ -340,7 +341,7 @@ def _decode_wrapped(node: dict[str, Any], path: ValuePath, unclaimed: Tensors, f
     tensors = _decode(_typed(dict, node["tensors"]), path, unclaimed, files)
     settings, size, stride = _decode(_typed(list, node["settings"]), path, unclaimed, files)
     kind = _wrapper_class(_typed(str, node["class"]))
-    if kind is None:  # a program that only copies weights need not import the package: it gets the inner tensors
+    if kind is None:  # a program that only copies weights may not have imported the package: return the inner tensors
         return tensors
     try:
         return getattr(kind, UNFLATTEN)(tensors, settings, size, stride)
@@ -359,7 +360,7 @@ def _decode_shards(node: dict[str, Any], files: ShardFiles) -> StoredTensor:
 
 
 def _typed(kind: type[Any], value: Any, items: type[Any] | None = None) -> Any:
-    """Check a value's exact type and, with `items`, the type of its items. Return the value."""
+    """Check the exact type of a value and, if `items` is set, of its items. Return the value."""
     if type(value) is not kind or (items is not None and any(type(item) is not items for item in value)):
         raise TypeError(f"expected {kind.__name__}, got {str(value)[:40]}")
     return value

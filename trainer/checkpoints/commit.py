@@ -31,14 +31,14 @@ def write(
     run: str = "",
     frozen: Collection[str] = (),
 ) -> None:
-    """Write a checkpoint, and atomically replace any existing checkpoint with this name.
+    """Write a checkpoint. If a checkpoint with this name exists, replace it atomically.
 
     All ranks in `ranks` must call this with the same contents. Each rank writes its shards of DTensors, and rank 0
-    writes the rest.
+    writes everything else.
 
     Args:
-        run: id of the run for the manifest; "" if there is none.
-        frozen: keys of the state dict whose weights are stored once for all checkpoints in the folder.
+        run: id of the run, for the manifest; "" if there is no run.
+        frozen: keys of the state dict whose weights are stored only once for all checkpoints in the folder.
 
     Raises CheckpointError, and leaves no files behind, if a value cannot be stored, the disk is too full or writing
     fails.
@@ -51,7 +51,7 @@ def write(
 def commit(checkpoint: Location, flat: FlatState, ranks: Ranks = SINGLE, run: str = "") -> None:
     """Write a checkpoint whose writers have been assigned; see `write`.
 
-    On failure, keeps any existing checkpoint and raises CheckpointError on every rank.
+    On failure, raises CheckpointError on every rank. An existing checkpoint is then left unchanged.
     """
     checkpoint = to_absolute(checkpoint)
     folder, name, is_first = folder_at(checkpoint.parent), checkpoint.name, ranks.rank == 0
@@ -75,8 +75,8 @@ def commit(checkpoint: Location, flat: FlatState, ranks: Ranks = SINGLE, run: st
         begun = True
         return folder.open_stage(name, needed, run)
 
-    # Each of the four phases ends with a gather of errors: no rank enters the next phase after another has failed, and
-    # rank 0 publishes the checkpoint only when every rank's files are synced.
+    # Each of the four phases ends with a gather of errors. No rank enters the next phase if another rank has failed,
+    # and rank 0 publishes the checkpoint only once the files of all ranks are synced.
     try:
         # summed over ranks: they share the disk, and each rank's share alone might fit
         needed = sum(on_all_ranks(ranks, take_bases))
@@ -100,7 +100,7 @@ def _tensors_by_file(flat: FlatState, rank: int) -> dict[str, dict[str, Tensor]]
     """Return the tensors of this rank's files: its shards and, on rank 0, the tensors that are not sharded."""
     files = {MODEL_FILE: dict(flat.tensors[MODEL]), TENSORS_FILE: dict(flat.tensors[OTHERS])} if rank == 0 else {}
     for key, shards in flat.shards.items():
-        if shards:  # a rank that holds only replicas of other ranks' shards writes no file
+        if shards:  # a rank that has only replicas of other ranks' shards writes no file
             files[file_name(key, rank)] = {name: shard.block for name, shard in shards.items()}
     return files
 
@@ -108,7 +108,7 @@ def _tensors_by_file(flat: FlatState, rank: int) -> dict[str, dict[str, Tensor]]
 def _write_files(
     write: Callable[..., FileSum], tree: Any, files: Mapping[str, Mapping[str, Tensor]]
 ) -> dict[str, FileSum]:
-    """Write this rank's files of a checkpoint and, on rank 0, the state; `tree` is None on all other ranks."""
+    """Write this rank's files of a checkpoint. Rank 0 also writes state.json; `tree` is None on all other ranks."""
     sums = {}
     if tree is not None:
         state = json.dumps(tree, allow_nan=False).encode("ascii")
@@ -143,8 +143,8 @@ def copy_whole(source: Location, target: Location) -> None:
 def on_all_ranks(ranks: Ranks, action: Callable[[], T]) -> list[T]:
     """Call `action` on every rank and return the results in rank order.
 
-    If `action` fails on this rank, raises its exception. If it fails on another rank, raises a CheckpointError with
-    that rank's message.
+    If `action` fails on this rank, raises the exception of `action`. If it fails only on other ranks, raises a
+    CheckpointError with the message of one of them.
     """
     if ranks.size == 1:
         return [action()]

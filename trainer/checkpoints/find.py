@@ -1,4 +1,4 @@
-"""Finds complete checkpoints in folders and verifies them, without importing torch. A checkpoint has these files:
+"""Finds complete checkpoints in folders and verifies them. Does not import torch. A checkpoint has these files:
 
 step-00001200/
 |-- model.safetensors      contents["state_dict"], under the task's own parameter names
@@ -8,7 +8,7 @@ step-00001200/
 |-- ../base/3f5a...safetensors
 |                          untrained weights, shared by all checkpoints in the folder (frozen_base.py)
 |-- state.json             everything else, with marks in place of tensors (codec.py)
-`-- manifest.json          sizes and SHA-256 sums of the files; written last, it commits the checkpoint
+`-- manifest.json          sizes and SHA-256 sums of the files; it is written last and commits the checkpoint
 """
 
 import logging
@@ -27,7 +27,7 @@ log = logging.getLogger("legato")
 
 Check = Callable[[Location], object]
 """Function that raises CheckpointError for an incomplete checkpoint: `verify` or, if the checkpoint is read afterwards,
-`check_sizes`. It may return False for a checkpoint that is already known to be damaged."""
+`check_sizes`. The function may return False for a checkpoint that is already known to be damaged."""
 
 
 def directory_name(step: int) -> str:
@@ -36,7 +36,7 @@ def directory_name(step: int) -> str:
 
 
 def verify(checkpoint: Location) -> Manifest:
-    """Check every file and return the manifest. Raises a CheckpointError that describes the problem."""
+    """Verify every file, and return the manifest. Raises CheckpointError, with a description of the problem."""
     content, folder = check_sizes(checkpoint), folder_at(checkpoint.parent)
     for name, expected in content.files.items():
         check_file(fetch_file(folder, checkpoint.name, content, name), expected)
@@ -44,12 +44,12 @@ def verify(checkpoint: Location) -> Manifest:
 
 
 def check_sizes(checkpoint: Location) -> Manifest:
-    """Check the sizes of all files and return the manifest. Raises CheckpointError as `verify` does."""
+    """Check the sizes of all files, and return the manifest. Raises the same errors as `verify`."""
     return folder_at(checkpoint.parent).check_sizes(checkpoint.name)
 
 
 def load_manifest(checkpoint: Location) -> Manifest:
-    """Read a checkpoint's manifest. Raises a CheckpointError that names the manifest's location and the problem."""
+    """Read a checkpoint's manifest. Raises CheckpointError, with the manifest's location and the problem."""
     return folder_at(checkpoint.parent).read_manifest(checkpoint.name)
 
 
@@ -66,7 +66,7 @@ def checkpoints_in(root: Location) -> list[Location]:
 
 
 def best_checkpoints(root: Location, run: str) -> list[Location]:
-    """Return a run's scored checkpoints that are still in a folder, best first."""
+    """Return the checkpoints of a run that have a score and are still in the folder, best first."""
     folder = folder_at(root)
     index = folder.read_index()
     # the index is not updated when somebody deletes a checkpoint
@@ -75,18 +75,18 @@ def best_checkpoints(root: Location, run: str) -> list[Location]:
 
 
 def newest_complete(root: Location, check: Check = verify) -> Location | None:
-    """Return the newest checkpoint in a folder that passes `check`, and warn about the problem of each newer one.
+    """Return the newest checkpoint in a folder that passes `check`. Warn about newer checkpoints that do not pass it.
 
-    If a process died while replacing a checkpoint, the result may be the old checkpoint under its temporary name,
-    until the next sweep or save restores it.
+    If a process died while it was replacing a checkpoint, the result may be the old checkpoint under its temporary
+    name. The next sweep or save restores the original name.
     """
     candidates = [root / name for name in folder_at(root).candidates()]
     return first_complete(sorted(candidates, key=checkpoint_step)[::-1], check)
 
 
 def first_complete(paths: Iterable[Location], check: Check) -> Location | None:
-    """Return the first checkpoint that passes `check`, and warn about the problem of each one before it."""
-    # stop at the first: verification reads a complete checkpoint
+    """Return the first checkpoint that passes `check`. Warn about earlier checkpoints that do not pass it."""
+    # stop at the first, because verification reads the complete checkpoint
     for path in paths:
         try:
             if check(path) is False:
@@ -99,7 +99,7 @@ def first_complete(paths: Iterable[Location], check: Check) -> Location | None:
 
 
 def checkpoint_step(checkpoint: Location) -> int:
-    """Return a checkpoint's step from its (possibly temporary) name, or else from its state; -1 if unreadable."""
+    """Return a checkpoint's step from its (possibly temporary) name, otherwise from its state; -1 if unreadable."""
     name = checkpoint.name.strip(".").split(".")[0]
     if STEP_NAME.fullmatch(name):
         return int(name.removeprefix("step-"))
@@ -114,9 +114,10 @@ def checkpoint_step(checkpoint: Location) -> int:
 
 
 def resolve(place: Location, check: Check = verify) -> Location:
-    """Return the checkpoint at a location, or the newest that passes `check` in the folder or run directory there.
+    """Return the checkpoint at a location.
 
-    Raises a CheckpointError that says what was expected there.
+    If the location is a folder of checkpoints or a run directory, return the newest checkpoint that passes `check`.
+    Raises CheckpointError, with a description of what was expected, if there is none.
     """
     # "." has no name and no parent
     place = place if place.name else to_absolute(place)

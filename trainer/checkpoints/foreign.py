@@ -13,7 +13,7 @@ from ...base.errors import CheckpointError
 from .tensors import read_tensors
 
 NESTS = ("state_dict", "model", "model_state_dict", "module")
-"""Keys under which other programs store the weights in a larger file; Lightning uses the first."""
+"""Keys under which other programs store the weights in a larger file. Lightning uses the first key."""
 DDP_PREFIX, COMPILE_PREFIX = "module.", "_orig_mod."
 _EXTRA_STATE = "_extra_state"  # result of nn.Module.get_extra_state; may be any object
 
@@ -86,7 +86,7 @@ def _state_dict(path: Path, loaded: Any) -> dict[str, Tensor]:
 
 
 def plain_names(path: object, weights: dict[str, Tensor], names: Collection[str]) -> dict[str, Tensor]:
-    """Remove the prefixes of DistributedDataParallel and torch.compile, unless `names` contain them."""
+    """Remove the prefixes of DistributedDataParallel and torch.compile from weights' names, unless `names` has them."""
     if names and set(names) <= weights.keys():
         return weights
     plain = {_uncompiled(name): value for name, value in weights.items()}
@@ -99,5 +99,5 @@ def plain_names(path: object, weights: dict[str, Tensor], names: Collection[str]
 
 
 def _uncompiled(name: str) -> str:
-    """Remove `_orig_mod.`, the mark of a compiled submodule, from a name."""
+    """Remove `_orig_mod.`, which marks a compiled submodule, from a name."""
     return ".".join(word for word in name.split(".") if word != COMPILE_PREFIX[:-1])

@@ -1,14 +1,14 @@
-"""Bases: files with untrained weights, each stored once beside the checkpoints that refer to it.
+"""Bases: files with untrained weights. Each is stored once, beside the checkpoints that refer to it.
 
 checkpoints/
 |-- base/
-|   `-- 3f5a...safetensors    named by its SHA-256 and never changed; its header has the SHA-256 of each tensor
+|   `-- 3f5a...safetensors    named after its SHA-256 and never changed; its header has the SHA-256 of each tensor
 `-- step-00001200/
     |-- model.safetensors     the weights that are missing from the base or differ from it
     `-- manifest.json         lists the base as base.safetensors, with its size and its SHA-256
 
-A reader takes a weight from the checkpoint's file or, if the file lacks the weight, from the file's base. Each file
-with shards, such as model-00002.safetensors, has its own base, base-00002.safetensors.
+A reader reads a weight from the checkpoint's file or, if that file does not contain the weight, from the file's base.
+Each file with shards has its own base: the base of model-00002.safetensors is base-00002.safetensors.
 """
 
 import hashlib
@@ -37,16 +37,16 @@ class Base(NamedTuple):
     digests: Mapping[str, str]
 
     def write(self, folder: Folder) -> FileSum:
-        """Write the base unless it exists; return its size and SHA-256."""
+        """Write the base unless it exists. Return the base's size and SHA-256."""
         if self.stored is not None:
             return self.stored
         return folder.add_base(lambda file: write_tensors(file, self.new, **{DIGESTS: json.dumps(self.digests)}))
 
 
 def take_base(folder: Folder, file: str, tensors: dict[str, Tensor], frozen: Collection[str]) -> Base | None:
-    """Return the base for a checkpoint's file, and remove the weights in it from `tensors`.
+    """Return the base for a checkpoint's file, and remove the base's weights from `tensors`.
 
-    An existing base with less than half of the frozen bytes is replaced by a new one.
+    An existing base is used if it contains at least half of the frozen bytes. Otherwise, the result is a new base.
     """
     # Compared by content at each save: writes to `.data` change neither `_version` nor the address. This costs one
     # SHA-256 pass on all cores, as much as writing the weights would.
@@ -56,7 +56,7 @@ def take_base(folder: Folder, file: str, tensors: dict[str, Tensor], frozen: Col
     for entry, base_digests in folder.bases().items() if total else ():
         same = {name for name, digest in digests.items() if base_digests.get(name) == digest}
         size = sum(tensors[name].nbytes for name in same)
-        # a base with a weight from another model would add a tensor that no state mentions
+        # a base with a weight from another model would add a tensor that state.json does not mention
         if size >= most and base_digests.keys() <= tensors.keys():
             stored, names, most = entry, same, size
     taken = {name: tensors.pop(name) for name in digests if total and name in names}

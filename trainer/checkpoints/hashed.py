@@ -1,4 +1,4 @@
-"""Files with a SHA-256 hash, which is computed while a file is written and verified before it is read."""
+"""Files with a SHA-256 hash, which is computed while the file is written and verified before the file is read."""
 
 import hashlib
 import json
@@ -14,14 +14,14 @@ _BLOCK = 1 << 20  # bytes; small enough to stay in a core's cache from the write
 
 
 class FileSum(NamedTuple):
-    """Size and SHA-256 of a file, as in the manifest."""
+    """Size and SHA-256 of a file, as recorded in the manifest."""
 
     size: int
     sha256: str
 
 
 class HashedFile:
-    """A new local file, hashed while it is written and synced when it is closed; `sum` is set on close."""
+    """A new local file that is hashed while it is written. Closing the file syncs it and sets `sum`."""
 
     def __init__(self, path: Path) -> None:
         self.sum = FileSum(0, "")
@@ -30,7 +30,7 @@ class HashedFile:
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
 
     def write(self, data: memoryview | bytes) -> None:
-        """Append data in blocks. Record each block as progress, so that the signal watch lets the save finish."""
+        """Append data in blocks. Each block is recorded as progress, so that the signal watch lets the save finish."""
         view = memoryview(data)
         while view.nbytes:
             count = self._append(view[:_BLOCK])
@@ -63,9 +63,9 @@ class HashedFile:
 
 
 class HashedUpload(HashedFile):
-    """A new object in a store, hashed while it is uploaded.
+    """A new object in a store that is hashed while it is uploaded.
 
-    The object appears when it is closed, but never after an error.
+    The object appears when the upload is closed. After an error, it never appears.
     """
 
     def __init__(self, file: Any) -> None:
@@ -135,7 +135,7 @@ def parse_json(data: bytes, name: str) -> Any:
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    # JSON readers disagree on which value of a repeated key counts, so programs could read different values
+    # JSON readers disagree on which value of a repeated key to use, so programs could read different values
     entries = dict(pairs)
     if len(entries) != len(pairs):
         raise ValueError("an object has the same key twice")

@@ -1,6 +1,6 @@
-"""A checkpoint's manifest: the sizes and hashes of its files.
+"""A checkpoint's manifest: the sizes and hashes of the checkpoint's files.
 
-It is written last, and marks the checkpoint as committed.
+The manifest is written last and marks the checkpoint as committed.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ BASE, BASE_FILE = "base", "base.safetensors"
 """Name of the folder of bases beside the checkpoints, and name of the base of model.safetensors in a manifest
 (frozen_base.py)."""
 DIGESTS = "sha256"
-"""Key in the header of a base that holds the SHA-256 of each tensor."""
+"""Key in the header of a base for the SHA-256 of each tensor."""
 FORMAT, OLDEST = 5, 4
 SHA256 = re.compile(r"[0-9a-f]{64}")
 _PREFIX = re.compile(r"([0-9a-f]{8})?")
@@ -31,18 +31,18 @@ _LARGEST = 64 << 20  # bytes; a manifest of a hundred thousand files is smaller
 
 
 def are_file_names(names: Iterable[str]) -> bool:
-    """Return whether a checkpoint may have files with these names."""
+    """Return whether all of these are valid names of checkpoint files."""
     unsharded = (MODEL_FILE, TENSORS_FILE, STATE_FILE, MANIFEST, BASE_FILE)
     return all(name in unsharded or SHARD_FILE.fullmatch(name) for name in names)
 
 
 def base_of(file: str) -> str:
-    """Return the name that a manifest gives to the base of a weights file; "" for any other file."""
+    """Return the name in manifests for the base of a weights file; "" for any other file."""
     return file.replace("model", BASE, 1) if file.startswith("model") else ""
 
 
 def digests_of_base(size: int, read: Callable[[int, int], bytes]) -> dict[str, str]:
-    """Return the SHA-256 of each tensor from the header of a base of `size` bytes; {} if the base is not complete.
+    """Read the SHA-256 of each tensor from the header of a base of `size` bytes. Return {} if the base is incomplete.
 
     `read(start, end)` returns the bytes between two offsets.
     """
@@ -57,7 +57,7 @@ def digests_of_base(size: int, read: Callable[[int, int], bytes]) -> dict[str, s
 
 
 def unused_bases(bases: Iterable[str], manifests: "Iterable[Manifest]") -> list[str]:
-    """Return the names of the bases to which no manifest refers, or no names if a manifest cannot be read."""
+    """Return the names of the bases that no manifest refers to; [] if a manifest cannot be read."""
     used = set[str]()
     try:
         for content in manifests:
@@ -77,7 +77,7 @@ def lacks_base(checkpoint: object, stored: str) -> CheckpointError:
 
 
 def dump_manifest(files: Mapping[str, FileSum], run: str = "", prefix: str = "") -> bytes:
-    """Return the text of a manifest for files written by `run`, which is "" if there is no run."""
+    """Return the text of a manifest for files written by the run with id `run` ("" if there is no run)."""
     # the version is for human readers; only the format decides whether Legato accepts the manifest
     body: dict[str, Any] = {
         "format": FORMAT,
@@ -96,10 +96,10 @@ class Manifest(NamedTuple):
     run: str
     """Id of the run that wrote the checkpoint; "" if there is none."""
     prefix: str = ""
-    """Folder of the files, beside the manifest; "" if the files are beside the manifest. See object_folder.py."""
+    """Name of the folder with the files; "" if the files are beside the manifest. See object_folder.py."""
 
     def split(self) -> "tuple[Manifest, Manifest]":
-        """Return the manifest without the bases, and a manifest that lists the bases by their names in their folder."""
+        """Return the manifest without the bases, and a manifest of the bases under their names in the base folder."""
         files = {name: entry for name, entry in self.files.items() if not name.startswith(BASE)}
         bases = {f"{entry.sha256}.safetensors": entry for name, entry in self.files.items() if name not in files}
         return self._replace(files=files), Manifest(bases, self.run)
@@ -128,10 +128,10 @@ def parse_manifest(data: bytes) -> Manifest:
             f"{MANIFEST}: an earlier Legato wrote format {written}; the last commit that reads it is {LAST_READER}."
         )
     recorded = body.pop("sha256", None) if isinstance(body, dict) else None
-    # the sums of the files do not cover the manifest itself, which holds their sizes and the run
+    # the sums of the files do not cover the manifest itself, which contains their sizes and the run
     if recorded != _sum_of(body):
         raise CheckpointError(f"{MANIFEST} is damaged: its text does not match its own sha256.")
-    # a forged manifest may have a valid sum and still hold paths outside the checkpoint, or sizes that are not numbers
+    # a forged manifest may have a valid sum and contain paths outside the checkpoint, or sizes that are not numbers
     files, texts, prefix = body.get("files"), [body.get("legato"), body.get("run")], body.pop("prefix", "")
     if (
         type(written) is not int
@@ -148,7 +148,7 @@ def parse_manifest(data: bytes) -> Manifest:
 
 
 def _is_entry(name: str, entry: Any) -> bool:
-    """Return whether a manifest may hold this file, with this size and SHA-256."""
+    """Return whether a manifest entry is valid: the file's name, size and SHA-256."""
     return (
         name != MANIFEST
         and are_file_names([name])
@@ -168,7 +168,7 @@ def _sum_of(body: Mapping[str, Any]) -> str:
 
 
 def load_manifest(directory: Path) -> Manifest:
-    """Read a checkpoint's manifest. Raises a CheckpointError that names the directory and the problem."""
+    """Read a checkpoint's manifest. Raises CheckpointError, with the directory and the problem."""
     regular_size(directory, MANIFEST, limit=_LARGEST)
     try:
         return parse_manifest((directory / MANIFEST).read_bytes())
@@ -179,7 +179,7 @@ def load_manifest(directory: Path) -> Manifest:
 
 
 def regular_size(directory: Path, name: str, limit: int | None = None) -> int:
-    """Return the size of a checkpoint's file. Raises CheckpointError if it is missing or not a regular file."""
+    """Return the size of a file in a checkpoint. Raises CheckpointError if it is missing or not a regular file."""
     try:
         status = (directory / name).lstat()
     except (OSError, ValueError) as error:
@@ -199,7 +199,7 @@ def require_size(place: object, file: str, size: int, expected: int) -> None:
 
 
 def require_removable(place: object, content: Manifest, foreign: Sequence[str], run: str | None) -> None:
-    """Raise CheckpointError if `run` did not write the checkpoint, or if the checkpoint holds `foreign` files."""
+    """Raise CheckpointError if `run` did not write the checkpoint, or if there are `foreign` files in it."""
     if run is not None and run != content.run:
         raise CheckpointError(f"{place} is not removed: another run wrote it.")
     if foreign:

@@ -1,12 +1,12 @@
 """ObjectFolder: a folder of checkpoints in an object store, such as s3://bucket/run/checkpoints.
 
-A store cannot rename objects, but each object appears complete and to all readers at once. Therefore, each process
-uploads its files in place, and the upload of the manifest, which comes last, commits the checkpoint. Only the manifest
-is ever overwritten: if a checkpoint is replaced, the new files go to a new folder, which the manifest names as
-`prefix`.
+A store cannot rename objects, but each object appears complete, and for all readers at the same time. Therefore, each
+process uploads its files to their final locations. The manifest is uploaded last and commits the checkpoint. Only the
+manifest is ever overwritten: if a checkpoint is replaced, its new files are uploaded to a new folder, which is the
+`prefix` in the manifest.
 
 step-00001200/
-|-- .writing               exists while the checkpoint is written or removed; its text is the run's id
+|-- .writing               exists while the checkpoint is being written or removed; contains the run's id
 |-- model.safetensors      and the other files, as on a disk (find.py)
 |-- 1f0c9a7e/...           files of a checkpoint that has replaced an older one
 `-- manifest.json
@@ -34,14 +34,14 @@ from .stores import connect, require_writable, retried, sizes_below
 T = TypeVar("T")
 
 WRITING = ".writing"
-"""Object that marks a write or a removal in progress; it is deleted last, so that a sweep can finish the work."""
+"""Object that marks a write or a removal in progress. It is deleted last, so that a sweep can finish the operation."""
 MARK = re.compile(rf"[^/]+/([0-9a-f]{{8}}/)?{re.escape(WRITING)}")
 PART = 32 << 20
-"""Bytes of each part of a large file; S3 takes at most 10,000 parts."""
+"""Size in bytes of each part of a large file. S3 accepts at most 10,000 parts."""
 
 
 class ObjectFolder:
-    """A folder of checkpoints in an object store; each process opens its own connection."""
+    """A folder of checkpoints in an object store. Each process opens its own connection."""
 
     def __init__(self, location: Address) -> None:
         self.location = location
@@ -54,7 +54,7 @@ class ObjectFolder:
         return retried(place, getattr(connect(place), request), place, *arguments, **options)
 
     def _sizes(self, name: str = "") -> dict[str, int]:
-        """Return the sizes of all objects below a checkpoint (or the folder, if `name` is ""), by relative path."""
+        """Return the sizes of all objects of a checkpoint, or of the folder if `name` is "", by relative path."""
         return sizes_below(self.location / name if name else self.location)
 
     # --- reading ----------------------------------------------------------------------------------------------------
@@ -64,11 +64,11 @@ class ObjectFolder:
         return sorted(path[0] for path in paths if path[1:] == [manifest.MANIFEST] and path[0][:1] != ".")
 
     def candidates(self) -> list[str]:
-        """Return the names of committed checkpoints, the only ones with a manifest."""
+        """Return the names of committed checkpoints. In a store, no others can be complete."""
         return self.names()
 
     def committed(self, name: str) -> str | None:
-        """Return the name if this checkpoint has a manifest, else None."""
+        """Return the name if this checkpoint has a manifest, otherwise None."""
         return name if is_object(self.location / name / manifest.MANIFEST) else None
 
     def read_manifest(self, name: str) -> manifest.Manifest:
@@ -93,10 +93,10 @@ class ObjectFolder:
         return content
 
     def fetch(self, name: str, content: manifest.Manifest, files: Collection[str]) -> Path:
-        """Download and verify the files that are not yet local; return their local folder."""
+        """Download and verify the files that are not local yet. Return their local folder."""
         if self._downloads is None:
             self._downloads = Path(tempfile.mkdtemp(prefix="legato-"))
-            # delete the downloads with this object, at the latest at exit
+            # delete the downloads together with this object, or at exit
             weakref.finalize(self, shutil.rmtree, self._downloads, ignore_errors=True)
         folder = self._downloads / name / content.prefix
         folder.mkdir(parents=True, exist_ok=True)
@@ -139,9 +139,9 @@ class ObjectFolder:
             )
 
     def open_stage(self, name: str, needed: int, run: str) -> str:
-        """Mark a checkpoint as being written.
+        """Mark a checkpoint as being written, and return the prefix for its files.
 
-        Return the prefix for its files, which is new if the checkpoint exists.
+        If the checkpoint already exists, the prefix is a new folder.
         """
         place, sizes = self.location / name, self._sizes(name)
         marks = [file for file in sizes if file.endswith(WRITING)]
@@ -149,7 +149,7 @@ class ObjectFolder:
             self._tidy(name)  # leftovers of an earlier process of this run
             sizes = self._sizes(name)
         if not sizes:
-            # only one of two writers can create the mark, but another one may have uploaded files earlier
+            # only one of two writers can create the mark, but another writer may have uploaded files earlier
             with suppress(FileExistsError):
                 self._ask("pipe_file", place / WRITING, run.encode(), mode="create")
                 if self._sizes(name).keys() == {WRITING}:
@@ -159,12 +159,12 @@ class ObjectFolder:
         return stage
 
     def write(self, name: str, stage: str, file: str, fill: Callable[[HashedFile], FileSum]) -> FileSum:
-        """Upload a file, starting over if a request fails. The file appears when it is complete."""
+        """Upload a file, and start over if a request fails. The file appears only once it is complete."""
         place = self.location / name / manifest.path_below(stage, file)
         return retried(place, lambda: fill(HashedUpload(connect(place).open(place, "wb", block_size=PART))))
 
     def publish(self, name: str, stage: str, files: Mapping[str, FileSum], run: str) -> None:
-        """Write the manifest and delete the files that only the previous manifest lists."""
+        """Write the manifest, and delete the files that only the previous manifest lists."""
         place, content, sizes = self.location / name, manifest.Manifest(dict(files), run, stage), self._sizes(name)
         _require_sizes(place, content.split()[0], sizes)
         if content.path(WRITING) not in sizes:
@@ -176,13 +176,13 @@ class ObjectFolder:
                 older = [previous.path(file) for file in previous.files]
         self._sent = stage
         self._ask("pipe_file", place / manifest.MANIFEST, manifest.dump_manifest(files, run, stage))
-        with suppress(OSError):  # the commit is done; the mark stays, and the next sweep repeats the deletion
+        with suppress(OSError):  # the commit is done; the mark remains, and the next sweep repeats the deletion
             self._delete(place, [*older, content.path(WRITING)])
 
     def discard(self, name: str, stage: str) -> None:
         """Delete the files of an abandoned checkpoint, unless its manifest might still appear."""
         if self._sent == stage:
-            return  # the next sweep deletes files that no manifest names
+            return  # the next sweep deletes files that no manifest lists
         with suppress(OSError):
             above = f"{stage}/" if stage else ""
             files = [file for file in self._sizes(name) if file.startswith(above)]
@@ -199,7 +199,7 @@ class ObjectFolder:
         return bases
 
     def add_base(self, write: Callable[[HashedFile], FileSum]) -> FileSum:
-        """Upload a base unless it exists. A first pass computes its SHA-256, which is its name."""
+        """Upload a base unless it exists. A first pass computes the base's SHA-256, which is also its name."""
         entry = write(HashedUpload(open(os.devnull, "wb")))  # noqa: SIM115 - HashedUpload closes it
         file = f"{entry.sha256}.safetensors"
         if self._sizes(manifest.BASE).get(file) != entry.size:
@@ -224,14 +224,14 @@ class ObjectFolder:
         try:
             manifest.require_removable(place, self.read_manifest(name), _foreign(self._sizes(name)), run)
             self._ask("pipe_file", place / WRITING, (run or "").encode())
-            self._delete(place, [manifest.MANIFEST])  # without its manifest, the rest is not a checkpoint
+            self._delete(place, [manifest.MANIFEST])  # without it, the remaining files are not a checkpoint
             self._tidy(name)
             self._remove_unused_bases()
         except OSError as error:
             raise CheckpointError(f"{place} could not be removed: {error}.") from error
 
     def _remove_unused_bases(self) -> None:
-        """Delete the bases to which no checkpoint refers, unless a save is in progress or a manifest is unreadable."""
+        """Delete bases that no checkpoint refers to, unless a save is in progress or a manifest is unreadable."""
         bases = self._sizes(manifest.BASE)
         if bases and not any(path.endswith(f"/{WRITING}") for path in self._sizes()):
             # all manifests are read before the first deletion
@@ -239,7 +239,7 @@ class ObjectFolder:
             self._delete(self.location / manifest.BASE, unused)
 
     def _tidy(self, name: str) -> None:
-        """Delete a checkpoint's files that its manifest does not list."""
+        """Delete the files of a checkpoint that its manifest does not list."""
         sizes = self._sizes(name)
         kept = set(_foreign(sizes))
         if manifest.MANIFEST in sizes:
@@ -262,13 +262,13 @@ def is_object(place: Address) -> bool:
 
 
 def download(place: Address, folder: Path) -> Path:
-    """Download an object to a folder; return the file."""
+    """Download an object to a folder. Return the path of the file."""
     _reading(place, retried, place, connect(place).get_file, place, str(folder / place.name))
     return folder / place.name
 
 
 def _reading(place: Address, request: Callable[..., T], *arguments: Any) -> T:
-    """Return the result of a request. Raises FileNotFoundError unchanged, and CheckpointError for any other OSError."""
+    """Return the result of a request. Raises CheckpointError for any OSError except FileNotFoundError."""
     try:
         return request(*arguments)
     except FileNotFoundError:
@@ -287,6 +287,6 @@ def _require_sizes(place: Address, content: manifest.Manifest, sizes: Mapping[st
 
 
 def _foreign(files: Iterable[str]) -> list[str]:
-    """Return the files of a checkpoint that Legato did not write."""
+    """Return the files in a checkpoint that Legato did not write."""
     names = {file: file.rpartition("/")[2] for file in files}
     return sorted(file for file, name in names.items() if name != WRITING and not manifest.are_file_names([name]))

@@ -1,8 +1,8 @@
-"""Reads a checkpoint on all ranks; exactly one rank reads and hashes each byte.
+"""Reads a checkpoint on all ranks. Each byte is read and hashed by exactly one rank.
 
-Rank 0 reads and broadcasts the values that all ranks need. For tensors that are needed in shards, each rank verifies
-the file with its own rank number, which holds its shards under the layout that wrote the checkpoint. If the number of
-processes has changed, a rank also reads slices of other files.
+Rank 0 reads and broadcasts the values that all ranks need. If tensors are needed in shards, each rank verifies the file
+with its own rank number. This file contains the rank's shards if the layout is the same as when the checkpoint was
+written. If the number of processes has changed, a rank also reads slices of other files.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -25,11 +25,11 @@ from .storage import fetch_file, folder_at, is_file, local_file
 from .tensors import read_tensors
 
 KEYS = {"model": "state_dict", "base": "state_dict", "tensors": "optimizer_states"}
-"""File name -> key of the contents whose shards the file holds."""
+"""Key in the contents of the shards in a file, by the start of the file's name."""
 
 
 def read(source: Location) -> dict[str, Any]:
-    """Read the checkpoint that `resolve` finds at a location, or another program's file with unchanged names."""
+    """Read a checkpoint at a location (see `resolve`), or another program's file, whose names are left unchanged."""
     if not is_file(source):
         return read_checkpoint(resolve(source))
     with local_file(source) as path:
@@ -39,11 +39,11 @@ def read(source: Location) -> dict[str, Any]:
 def read_checkpoint(checkpoint: Location, in_parts: Collection[str] = (), ranks: Ranks = SINGLE) -> dict[str, Any]:
     """Verify a checkpoint and return its contents, with tensors in host memory. All ranks in `ranks` must call this.
 
-    Under the keys in `in_parts`, each sharded tensor is a `StoredTensor`, from which a rank reads the slices that it
-    needs. Raises CheckpointError, on every rank, with the file and the problem.
+    For the keys in `in_parts`, each sharded tensor is returned as a `StoredTensor`, from which a rank reads only the
+    slices that it needs. Raises CheckpointError, on every rank, with the file and the problem.
     """
     contents: dict[str, Any] = {}
-    # all ranks use rank 0's manifest: on a network disk another rank may see an older one
+    # all ranks use rank 0's manifest: on a network disk, another rank may see an older manifest
     content = ranks.from_first(lambda: check_sizes(checkpoint))
     files, folder = content.files, folder_at(checkpoint.parent)
 
@@ -66,7 +66,7 @@ def read_checkpoint(checkpoint: Location, in_parts: Collection[str] = (), ranks:
 
 def _reader(name: str, size: int, in_parts: Collection[str]) -> int:
     """Return the rank that verifies a file with shards."""
-    # Under the layout that wrote the file, this rank also needs it, so its pages are then in that machine's cache.
+    # If the layout has not changed since the save, this rank also needs the file, which is then in its machine's cache.
     kind, _, number = name.partition(".")[0].partition("-")
     return int(number) % size if KEYS[kind] in in_parts else 0
 
@@ -78,7 +78,7 @@ def _read_unsharded(
     shard_files: ShardFiles,
     in_parts: Collection[str],
 ) -> dict[str, Any]:
-    """Verify and read the files that rank 0 reads for all ranks; see `read_checkpoint`."""
+    """Verify the files that rank 0 reads for all ranks, and return their contents; see `read_checkpoint`."""
     model, rest, state = (check_file(fetch(name), files[name]) for name in (MODEL_FILE, TENSORS_FILE, STATE_FILE))
     base = read_tensors(check_file(fetch(BASE_FILE), files[BASE_FILE])) if BASE_FILE in files else {}
     tensors = {MODEL: {**base, **read_tensors(model)}, OTHERS: read_tensors(rest)}
@@ -93,7 +93,7 @@ def _read_unsharded(
 def broadcast_contents(
     contents: Mapping[str, Any], ranks: Ranks, source: int = 0, shard_files: ShardFiles | None = None
 ) -> dict[str, Any]:
-    """Return rank `source`'s contents on every rank. All ranks must call this with their own contents.
+    """Return the contents of rank `source` on every rank. All ranks must call this with their own contents.
 
     Tensors in `shard_files` are not sent, because each rank reads them from these files.
     """

@@ -1,4 +1,4 @@
-"""Sharded tensors in checkpoints: each process saves its shard, and reads slices of shards."""
+"""Sharded tensors in checkpoints: each process saves its shard, and reads only the slices of shards that it needs."""
 
 import math
 import sys
@@ -30,7 +30,7 @@ class ShardBlock:
 
 def shard_block(tensor: Tensor) -> ShardBlock | None:
     """Return this process's shard of a DTensor; None for any other tensor."""
-    # DTensor is not imported here, because a program without DTensors should not wait for the import
+    # DTensor is not imported here, because a program without DTensors would wait for the import
     distributed = sys.modules.get("torch.distributed.tensor")
     if distributed is None or not isinstance(tensor, distributed.DTensor):
         return None
@@ -43,26 +43,26 @@ def shard_block(tensor: Tensor) -> ShardBlock | None:
 
 
 def file_name(file: str, rank: int) -> str:
-    """Return the name of the file in which a rank stores its shards of the tensors that belong to `file`."""
+    """Return the name of the file in which a rank stores its shards of the tensors in `file` (model or tensors)."""
     return f"{file}-{rank:05d}.safetensors"
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
 class ShardFiles:
-    """Files of a checkpoint that hold shards, opened when first needed."""
+    """The files of a checkpoint that contain shards. A file is opened when it is first needed."""
 
     def __init__(self, fetch: Callable[[str], Path], names: Collection[str]) -> None:
-        """Record the files, which are opened when first needed.
+        """Record the files without opening them.
 
         Args:
             fetch: returns the local path of a file.
-            names: the files in the manifest. No other file is opened, because it would not be verified.
+            names: the files in the manifest. Other files are never opened, because they are not verified.
         """
         self.fetch, self.names = fetch, names
         self._open: dict[str, tuple[Any, set[str]]] = {}
 
     def shard(self, file: str, name: str) -> Any:
-        """Return a shard, which is read when it is sliced. Raises CheckpointError if it is missing."""
+        """Return a shard, which is read only when it is sliced. Raises CheckpointError if the shard is missing."""
         base = base_of(file)
         if base in self.names and (file not in self.names or name not in self._opened(file)[1]):
             file = base
@@ -74,11 +74,11 @@ class ShardFiles:
             raise CheckpointError(f"{file} has no tensor {name!r}: {error}") from error
 
     def _opened(self, file: str) -> tuple[Any, set[str]]:
-        """Return a file, and the names of the tensors in it."""
+        """Return an open file, and the names of the tensors in it."""
         if file not in self._open:
             path = self.fetch(file)
             try:
-                # mapped, not read: a rank reads only the rows that it needs
+                # memory-mapped, not read: a rank reads only the rows that it needs
                 opened: Any = safe_open(path, framework="pt", device="cpu")
                 self._open[file] = opened, set(opened.keys())
             except (SafetensorError, OSError, ValueError, RuntimeError) as error:
@@ -87,7 +87,7 @@ class ShardFiles:
 
 
 class StoredTensor:
-    """A tensor stored in shards, which are read when the tensor is sliced."""
+    """A tensor that is stored in shards. The shards are read when the tensor is sliced."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class StoredTensor:
 
         Args:
             shards: file, offset and shape of each shard.
-            mark: the tensor's mark in the state (see codec.py).
+            mark: mark of the tensor in state.json (see codec.py).
 
         Raises ValueError if the shards do not make up the full tensor.
         """
@@ -126,7 +126,7 @@ class StoredTensor:
         return math.prod(self.shape)
 
     def __getitem__(self, place: tuple[slice, ...]) -> Tensor:
-        """Read a block into new memory. `place` must have one slice, without a step, for each dimension."""
+        """Read a block into new memory. `place` must contain one slice for each dimension, without steps."""
         starts = [range(size)[cut].start for cut, size in zip(place, self.shape, strict=True)]
         counts = [len(range(size)[cut]) for cut, size in zip(place, self.shape, strict=True)]
         block = torch.zeros(counts, dtype=self.dtype)
@@ -150,7 +150,7 @@ def _zip(*sequences: Sequence[int]) -> Iterator[tuple[int, ...]]:
 
 
 def load_stored(value: Any) -> Any:
-    """Return nested containers with every StoredTensor in them read in full."""
+    """Return nested containers in which every StoredTensor is replaced by the full tensor."""
     if isinstance(value, StoredTensor):
         return value.read()
     if type(value) is dict:
@@ -160,7 +160,7 @@ def load_stored(value: Any) -> Any:
 
 # --- tensors of other ranks -------------------------------------------------------------------------------------------
 def without_data(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace tensors with empty shards, which are cheap to send. Numbers and 0-dim tensors are kept."""
+    """Replace tensors with empty shards, which are cheap to send. Numbers and 0-dim tensors are left unchanged."""
     return {
         # a plain tensor also for a DTensor, whose mesh would be sent with it
         name: (_shard(torch.empty((0,) * value.ndim, dtype=value.dtype), value) if value.ndim else value.detach().cpu())
@@ -171,9 +171,10 @@ def without_data(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_own_data(described: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace the empty shards made by `without_data` with this rank's `tensors`, if it has them.
+    """Replace the empty shards from `without_data` with this rank's tensors, if they are in `tensors`.
 
-    The other shards stay empty and write no bytes, so all ranks describe the same tensors in the same order.
+    All other shards remain empty, so that all ranks have the same tensors in the same order. No bytes are written for
+    empty shards.
     """
     return {
         name: shard_block(tensors[name]) or _shard(tensors[name].detach(), tensors[name])

@@ -1,10 +1,10 @@
 """Folders of checkpoints. A checkpoint is either complete under its name or absent, even if the process dies.
 
-A save writes `.step-00001200.partial`, syncs every file, writes the manifest last, and renames the folder to
-`step-00001200`. An existing checkpoint is first renamed to `.step-00001200.replaced`, and is deleted after the new one
-has its name. A removal first renames the checkpoint to `.partial`. At any time, therefore, either the old or the new
-checkpoint is complete, under its name or as `.replaced`. Leftovers of an interrupted process have fixed names, and the
-next start cleans them up.
+A save writes the folder `.step-00001200.partial`, syncs every file, writes the manifest last, and renames the folder to
+`step-00001200`. A checkpoint that is replaced is first renamed to `.step-00001200.replaced`, and is deleted after the
+new checkpoint has its name. A checkpoint that is removed is first renamed to `.step-00001200.partial`. Therefore, the
+old or the new checkpoint is complete at any time, under its name or as `.replaced`. Leftovers of an interrupted process
+have fixed names, and the next start cleans them up.
 """
 
 import os
@@ -38,10 +38,11 @@ def temporary_path(checkpoint: Path, kind: str) -> Path:
 
 
 class Folder(Protocol):
-    """A folder of checkpoints; its methods take checkpoints by name.
+    """A folder of checkpoints, which its methods identify by name.
 
-    To save, rank 0 calls `require_free_name` and `open_stage`, every rank calls `write` for each of its files, and rank
-    0 commits with `publish`. Callers never rename anything, because an object store cannot.
+    To save a checkpoint, rank 0 calls `require_free_name` and `open_stage`, every rank calls `write` for each of its
+    files, and rank 0 calls `publish` to commit the checkpoint. The interface has no rename operation, because an object
+    store does not support it.
     """
 
     @property
@@ -53,10 +54,10 @@ class Folder(Protocol):
         """Return the names of committed checkpoints (those with a manifest)."""
 
     def candidates(self) -> list[str]:
-        """Return the names that may be complete checkpoints, including temporary names that a dead process left."""
+        """Return names of possibly complete checkpoints, including temporary names that a dead process left."""
 
     def committed(self, name: str) -> str | None:
-        """Return the name under which a checkpoint is committed, perhaps a temporary one; None if it is uncommitted."""
+        """Return the name of a committed checkpoint, which may be temporary; None if it is not committed."""
 
     def read_manifest(self, name: str) -> manifest.Manifest:
         """Read a checkpoint's manifest. Raises CheckpointError with the location and the problem."""
@@ -65,17 +66,17 @@ class Folder(Protocol):
         """Read a checkpoint's manifest and check the sizes of its files. Raises CheckpointError."""
 
     def fetch(self, name: str, content: manifest.Manifest, files: Collection[str]) -> Path:
-        """Return a local folder with these files of a checkpoint. The folder exists as long as this object.
+        """Return a local folder that contains these files of a checkpoint, which the caller must verify.
 
-        The caller verifies the files.
+        The folder exists as long as this object.
         """
 
     def read_index(self) -> CheckpointIndex | None:
-        """Return the index; None if it is missing or Legato did not write it."""
+        """Return the index; None if it is missing or was not written by Legato."""
 
     # --- writing
     def make(self) -> None:
-        """Make the folder if it is missing. Raises OSError."""
+        """Create the folder if it is missing. Raises OSError."""
 
     def write_index(self, index: CheckpointIndex) -> None:
         """Replace the index atomically. Raises OSError."""
@@ -84,10 +85,10 @@ class Folder(Protocol):
         """Raise CheckpointError if something other than a checkpoint has this name."""
 
     def open_stage(self, name: str, needed: int, run: str) -> str:
-        """Create a stage for a checkpoint of about `needed` bytes. Return its name, which the other methods take."""
+        """Create a stage, where a checkpoint of about `needed` bytes is written. Return the stage's name."""
 
     def write(self, name: str, stage: str, file: str, fill: Callable[[HashedFile], FileSum]) -> FileSum:
-        """Write a new checkpoint file by calling `fill`, which is called again if a request fails. Raises OSError."""
+        """Write a new checkpoint file by calling `fill`. If a request fails, `fill` is called again. Raises OSError."""
 
     def publish(self, name: str, stage: str, files: Mapping[str, FileSum], run: str) -> None:
         """Write the manifest and give the checkpoint its name. Raises OSError."""
@@ -96,20 +97,18 @@ class Folder(Protocol):
         """Delete the files of an abandoned checkpoint."""
 
     def bases(self) -> dict[FileSum, dict[str, str]]:
-        """Return the existing bases (frozen_base.py), each with the SHA-256 of its tensors by name."""
+        """Return the existing bases (frozen_base.py), each with the SHA-256 of its tensors, by tensor name."""
 
     def add_base(self, write: Callable[[HashedFile], FileSum]) -> FileSum:
-        """Write a base with `write`, named by its SHA-256. Any number of processes may do so at once."""
+        """Write a base with `write`, named after its SHA-256. Several processes may call this at the same time."""
 
     def sweep(self) -> None:
         """Clean up after interrupted saves and removals. No other process may write to the folder at the same time."""
 
     def remove(self, name: str, run: str | None = None) -> None:
-        """Delete a checkpoint.
+        """Delete a checkpoint, which must be a directory with a valid manifest that lists every file in it.
 
-        Raises CheckpointError for anything else, or if `run` is set but did not write the checkpoint.
-
-        A checkpoint is a directory, not a link, with a valid manifest that names every file in it.
+        Raises CheckpointError for anything else, including links, and if the run `run` did not write the checkpoint.
         """
 
 
@@ -126,7 +125,7 @@ class LocalFolder:
         return [path.name for path in paths if path.name[0] != "." and (path / manifest.MANIFEST).is_file()]
 
     def candidates(self) -> list[str]:
-        """Return the names of checkpoints, and temporary names that a dead process left during a replacement."""
+        """Return the names of checkpoints, including temporary names that a dead process left during a replacement."""
         candidates: dict[str, str] = {}
         # ".step-..." sorts first, so "step-..." replaces it
         for path in sorted(self.path.iterdir()) if self.path.is_dir() else ():
@@ -176,7 +175,7 @@ class LocalFolder:
 
     # --- writing ----------------------------------------------------------------------------------------------------
     def make(self) -> None:
-        """Make the folder."""
+        """Create the folder."""
         make_folder(self.path)
 
     def write_index(self, index: CheckpointIndex) -> None:
@@ -195,7 +194,7 @@ class LocalFolder:
             raise CheckpointError(f"{path} is not a checkpoint, so it is not replaced. Choose another name.")
 
     def open_stage(self, name: str, needed: int, run: str) -> str:
-        """Make the stage, a folder, for a checkpoint of about `needed` bytes."""
+        """Create the stage, which is a folder, for a checkpoint of about `needed` bytes."""
         make_folder(self.path)
         self._clean_up(name)
         free_space_check(self.path, needed)
@@ -220,7 +219,7 @@ class LocalFolder:
             self.path / name,
         )
         write_bytes(HashedFile(new / manifest.MANIFEST), manifest.dump_manifest(files, run))
-        # sync names before the rename: after a power cut a file system may keep the rename and lose the files
+        # sync names before the rename: after a power failure, a file system may have the rename but not the files
         sync_folder(new)
         if target.exists():
             self._rename(target, old)
@@ -233,7 +232,7 @@ class LocalFolder:
             self._clean_up(name)
 
     def bases(self) -> dict[FileSum, dict[str, str]]:
-        """Read the headers of the bases; damaged bases are left out."""
+        """Read the headers of the bases. Damaged bases are left out."""
         bases = {}
         for path in sorted((self.path / manifest.BASE).glob("*.safetensors")):
             with suppress(CheckpointError, OSError):
@@ -244,9 +243,9 @@ class LocalFolder:
         return bases
 
     def add_base(self, write: Callable[[HashedFile], FileSum]) -> FileSum:
-        """Write a base under a unique name and rename it.
+        """Write a base under a unique name, and then rename it.
 
-        If two processes write the same base, the second replaces the first.
+        If two processes write the same base, the second file replaces the first.
         """
         folder = self.path / manifest.BASE
         make_folder(folder)
@@ -276,7 +275,7 @@ class LocalFolder:
         path, doomed = self.path / name, temporary_path(self.path / name, PARTIAL)
         self._require_removable(path, run)
         with _naming(path):
-            # first, because a later clean-up would restore the checkpoint that this one has replaced
+            # first, because a later clean-up would restore the checkpoint that this checkpoint has replaced
             _delete(temporary_path(self.path / name, REPLACED))
             _delete(doomed)
             self._rename(path, doomed)
@@ -284,13 +283,13 @@ class LocalFolder:
             self._remove_unused_bases()
 
     def _remove_unused_bases(self) -> None:
-        """Delete the bases to which no checkpoint refers, unless a save is in progress or a manifest is unreadable."""
+        """Delete bases that no checkpoint refers to, unless a save is in progress or a manifest is unreadable."""
         folder = self.path / manifest.BASE
         bases = sorted(path.name for path in folder.glob("*.safetensors"))
         entries = os.listdir(self.path) if bases else []
         if not bases or any(entry.endswith(f".{PARTIAL}") for entry in entries):
             return  # a save in progress may refer to a base and has no manifest yet
-        # includes checkpoints left under a temporary name during a replacement
+        # includes checkpoints that were left under a temporary name during a replacement
         committed = [entry for entry in entries if (self.path / entry / manifest.MANIFEST).exists()]
         for base in manifest.unused_bases(bases, map(self.read_manifest, committed)):
             (folder / base).unlink(missing_ok=True)
@@ -326,7 +325,7 @@ def folder_at(location: Location) -> Folder:
 
 
 def is_file(location: Location) -> bool:
-    """Return whether a location is a file: not a Legato checkpoint, but perhaps another program's weights."""
+    """Return whether a location is a file, which may contain another program's weights but is no Legato checkpoint."""
     return is_object(location) if isinstance(location, Address) else location.is_file()
 
 
@@ -341,7 +340,7 @@ def local_file(location: Location) -> Iterator[Path]:
 
 
 def fetch_file(folder: Folder, name: str, content: manifest.Manifest, file: str) -> Path:
-    """Return the local path of a file of a checkpoint, or of one of its bases."""
+    """Return the local path of a file of a checkpoint. The file may be one of the checkpoint's bases."""
     if file.startswith(manifest.BASE):
         bases = content.split()[1]
         name, content, file = manifest.BASE, bases, f"{content.files[file].sha256}.safetensors"
@@ -362,21 +361,21 @@ def _naming(path: Path) -> Iterator[None]:
 
 
 def _delete(path: Path) -> None:
-    """Delete a temporary file or folder, starting with its manifest. Two processes or threads may do so at once."""
+    """Delete a temporary file or folder, manifest first. Two processes or threads may call this at the same time."""
     if not os.path.lexists(path):
         return
     if path.is_symlink() or not path.is_dir():
         path.unlink(missing_ok=True)
         return
     with suppress(FileNotFoundError):
-        # without its manifest, the rest is not a checkpoint, wherever the process dies
+        # without the manifest, the remaining files are not a checkpoint if the process dies here
         (path / manifest.MANIFEST).unlink(missing_ok=True)
         shutil.rmtree(path)
 
 
 # --- files and folders ------------------------------------------------------------------------------------------------
 def make_folder(path: Path) -> None:
-    """Make a folder and its missing parents, and sync each."""
+    """Create a folder and its missing parents, and sync the parent of each new folder."""
     if not path.is_dir():
         make_folder(path.parent)
         with suppress(FileExistsError):
@@ -386,7 +385,7 @@ def make_folder(path: Path) -> None:
 
 def sync_folder(path: Path) -> None:
     """Sync a folder, which makes the names in it durable."""
-    # fsync of a file does not sync the file's name, which the folder holds
+    # fsync of a file does not sync the file's name, which is stored in the folder
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -405,7 +404,7 @@ def free_space_check(folder: Path, needed_bytes: int) -> None:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Replace a small file atomically: a kill or power failure leaves either the old or the new file.
+    """Replace a small file atomically: after a kill or a power failure, either the old or the new file exists.
 
     Raises OSError.
     """
@@ -425,9 +424,9 @@ def require_new(target: Path) -> None:
 
 @contextmanager
 def whole_file(target: Path) -> Iterator[Path]:
-    """Yield a path to write to, with the suffix of `target`; it becomes `target` on success and is deleted on failure.
+    """Yield a temporary path with the suffix of `target`, for writing a complete file.
 
-    Raises CheckpointError instead of OSError.
+    On success, the file is renamed to `target`. On failure, it is deleted. Raises CheckpointError instead of OSError.
     """
     partial = target.with_name(f".{target.stem}.{PARTIAL}{target.suffix}")
     try:

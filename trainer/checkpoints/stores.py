@@ -15,16 +15,16 @@ from ...base.location import REPOSITORY, STORES, is_repository
 T = TypeVar("T")
 
 TRIES, FIRST_WAIT = 6, 0.2
-"""Attempts per request, and seconds before the first retry. Each further wait is twice as long; they total 6 s."""
+"""Attempts per request, and seconds before the first retry. Each further wait is twice as long, 6 s in total."""
 LASTING = (
     *(FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError),
     *(NotImplementedError, TypeError, ValueError),
 )
-"""Errors that a retry does not fix; any other error may be a lost connection or throttling."""
+"""Errors that a retry does not resolve. Any other error may be due to a lost connection or throttling."""
 
 
 def connect(address: str) -> Any:
-    """Return the fsspec file system for an address. Its methods take full addresses.
+    """Return the fsspec file system for an address. The file system's methods accept full addresses.
 
     Raises ConfigError if no file system is available for the address.
     """
@@ -73,10 +73,9 @@ def require_writable(address: str) -> None:
 
 
 def retried(address: str, request: Callable[..., T], *arguments: Any, **options: Any) -> T:
-    """Return the result of a request, which is retried a few times. Raises OSError that names the address.
+    """Make a request, retrying it a few times, and return the result. Raises OSError, with the address in its message.
 
-    Errors in LASTING are raised unchanged. The store libraries also retry, but not all of them do, and not after all
-    errors.
+    Errors in LASTING are raised unchanged and at once. Some libraries for stores also retry, but not after all errors.
     """
     for attempt in range(TRIES):
         try:

@@ -12,14 +12,15 @@ Read = Callable[[], Sequence[float]]
 Tell = Callable[[list[float]], object]
 
 SECONDS_BETWEEN = 1.0
-"""Approximate maximum time in seconds until all processes, up to a hundred, see a request to stop."""
+"""Approximate maximum number of seconds until all processes (up to 100) see a request to stop."""
 
 
 class Agreement:
-    """Agreement on stopping, about once a second, at a step that all ranks derive from the previous agreement.
+    """Lets the ranks of a run agree, about once a second, on whether to stop.
 
-    Ranks do not communicate in between. During an evaluation, the ranks agree after a round of batches. A rank without
-    batches in the last rounds takes part until all ranks are done.
+    In each agreement, the ranks also determine the step of the next agreement, and they do not communicate in between.
+    During an evaluation, the ranks agree after a round of batches. Ranks without batches in the last rounds take part
+    until all ranks are done.
     """
 
     def __init__(self, ranks: Ranks, step: int, elapsed: float) -> None:
@@ -31,18 +32,18 @@ class Agreement:
 
         Args:
             read: returns a list of this rank's numbers; its length must be equal on all ranks.
-            tell: called after each agreement with the maximum of each number over ranks. If it returns true, which it
-                must do on all ranks or on none, the ranks agree again after the next step.
+            tell: called after each agreement with the maximum of each number over ranks. If it returns true, the ranks
+                agree again after the next step. All ranks must return the same value.
         """
         self.contributions.append((read, tell))
 
     def join(self, ranks: Ranks, step: int, elapsed: float) -> None:
-        """Start making agreements with these ranks at `step`."""
+        """Start to agree with these ranks, from `step` on."""
         self.ranks = ranks
         self.stop = False
         """True if the ranks have agreed to stop the run."""
         self.signal = 0
-        """Agreed signal that asked the run to end; 0 if none has."""
+        """Signal that asks the run to end, as agreed by all ranks; 0 if there is none."""
         self.elapsed = elapsed
         """Elapsed time of the run in seconds at the last agreement: the maximum over ranks."""
         self.next_step, self.next_round = step + 1, 1
@@ -56,17 +57,17 @@ class Agreement:
         """Agree after `step`. All ranks must call this after the same step.
 
         Args:
-            wants_stop: whether this rank asks to stop.
-            signal: the signal that this rank has received.
+            wants_stop: whether this rank requests a stop.
+            signal: the signal that this rank has received, or 0.
 
-        After a signal, the ranks agree again immediately.
+        After a signal, the ranks agree again after the next step.
         """
         self.apply(step, self._highest(*self.contribution(step, wants_stop, signal)))
 
     def contribution(self, step: int, wants_stop: bool, signal: int = 0) -> list[float]:
-        """Return this rank's numbers; `apply` takes their maxima over ranks."""
+        """Return this rank's numbers for an agreement. `apply` receives the maximum of each number over ranks."""
         now = time.monotonic()
-        # the maximum over ranks counts: the fastest rank sets the interval
+        # the maximum over ranks is used, so the fastest rank determines the interval
         pace = (step - self._met_step) / max(now - self._met_at, 1e-6)
         numbers = [float(wants_stop), float(signal), now - self._started, pace]
         for read, _ in self.contributions:
@@ -75,30 +76,30 @@ class Agreement:
         return numbers
 
     def apply(self, step: int, highest: Sequence[float]) -> None:
-        """Apply the maxima over ranks, agreed after `step`."""
+        """Apply the result of the agreement after `step`: the maximum of each number over ranks."""
         stop, highest_signal, self.elapsed, pace, *values = highest
         self.stop, self.signal = bool(stop), int(highest_signal)
         self._steps_between = self._interval(pace, self._steps_between)
         self._met_at, self._met_step = time.monotonic(), step
         is_urgent = self.signal > 0
         for _, tell in self.contributions:
-            count, *values = values  # the length of each contribution precedes it
+            count, *values = values  # each contribution is preceded by its length
             is_urgent |= bool(tell(values[: int(count)]))
             values = values[int(count) :]
-        # 0 is before every step, so the ranks agree after the next one
+        # 0 is before every step, so the ranks agree after the next step
         self.next_step = 0 if is_urgent else step + self._steps_between
 
     def now(self) -> float:
-        """Return the elapsed time of the run in seconds, by this rank's clock."""
+        """Return the elapsed time of the run in seconds, according to this rank's clock."""
         return time.monotonic() - self._started
 
     def agree_next(self) -> None:
-        """Make the next agreement after this step or round. Has an effect only in a single-process run."""
+        """Schedule the next agreement directly after the current step or round, if the run has a single process."""
         if self.ranks.size == 1:
             self.next_step = self.next_round = 0
 
     def begin_evaluation(self) -> None:
-        """Count rounds from 0; the interval comes from the previous evaluation."""
+        """Prepare the agreements of a new evaluation: count rounds from 0, and keep the last evaluation's interval."""
         self.next_round = self._rounds_between
         self._round_met_at, self._round_met = time.monotonic(), 0
 
@@ -125,7 +126,7 @@ class Agreement:
     def _interval(self, pace: float, previous: int) -> int:
         """Return the number of steps (or rounds) until the next agreement, for a `pace` in steps per second.
 
-        The result is at most twice `previous`, because a rank may have measured its first pace over a millisecond.
+        The result is at most twice `previous`, because a rank may have measured its first pace over only a millisecond.
         """
         # gloo's ring sends 2 (n - 1) messages in sequence, each about 50 us on a network: with 1,024 processes an
         # agreement takes 0.1 s, which would be a tenth of the run at one agreement per second
@@ -138,11 +139,12 @@ FIRST_COLLECTION, COLLECTION_SECONDS = 10.0, 600.0
 
 
 class GarbageCollector:
-    """Collects all garbage when the ranks agree and freezes the remaining objects (`gc.freeze`), as nanochat does.
+    """Collects garbage on all ranks at the same time and freezes the remaining objects (`gc.freeze`), as in nanochat.
 
-    A full collection visits every object, and torch alone has some 300,000. It takes 0.1 s or more, in the middle of a
-    rank's step, while the other ranks wait. With these objects frozen, Python's collections take milliseconds, and all
-    ranks collect everything together. Settings of the user or of an enclosing run are kept.
+    A full collection visits every object, and torch alone creates about 300,000. A collection in the middle of one
+    rank's step takes 0.1 s or more, while the other ranks wait. Once these objects are frozen, Python's automatic
+    collections take milliseconds. Does nothing if the user has disabled garbage collection, or if the user or an
+    enclosing run has already frozen objects.
     """
 
     def __init__(self) -> None:
@@ -155,9 +157,9 @@ class GarbageCollector:
         Args:
             elapsed: elapsed time of the run in seconds, equal on every rank.
         """
-        # It depends only on `elapsed`, so that a rank which joins later pauses with the others. The first
-        # one is delayed: short runs would pay for it, and it would freeze tensors of a notebook's previous run that are
-        # not garbage yet.
+        # The times depend only on `elapsed`, so that a rank that joins later collects at the same time as the others.
+        # The first collection is delayed because it would slow down short runs and would freeze tensors of a notebook's
+        # previous run that are not garbage yet.
         previous, self.period = self.period, int((elapsed - FIRST_COLLECTION) // COLLECTION_SECONDS)
         if previous is None or previous == self.period:
             return
@@ -169,6 +171,6 @@ class GarbageCollector:
             self.has_frozen = True
 
     def close(self) -> None:
-        """Let Python control garbage collection again."""
+        """Return control of garbage collection to Python."""
         if self.has_frozen:
             gc.unfreeze()

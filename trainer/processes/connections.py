@@ -1,7 +1,8 @@
-"""Connections of the process groups: the TCP sockets that are opened while the groups are made.
+"""Connections of the process groups: the TCP sockets that are opened while the groups are created.
 
-gloo closes a group's sockets one by one, 10 ms each, and a waiting rank learns of a death only when the neighbor that
-waits for the dead rank has closed its sockets. Over n ranks that would take 5 n² ms (20 s for 64).
+gloo takes 10 ms to close each of a group's sockets, one after another. If a rank dies, a waiting rank learns of this
+only after the neighbor that waits for the dead rank has closed its sockets. For n ranks, this would take 5 n² ms (20 s
+for 64 ranks).
 """
 
 import os
@@ -17,10 +18,11 @@ _noted: dict[int, Ends] = {}
 
 @contextmanager
 def noting(*, more: bool = False) -> Iterator[None]:
-    """Note the connections opened in this context. Does nothing if the system does not list a process's files.
+    """Record the connections opened in this context. Does nothing if the system does not list a process's open files.
 
     Args:
-        more: whether to keep earlier notes, for a group made within the default group. If False, they are dropped.
+        more: True keeps earlier records, for a group that is created in addition to the default group. False drops
+            them.
     """
     before = _connected()
     yield
@@ -30,11 +32,11 @@ def noting(*, more: bool = False) -> Iterator[None]:
 
 
 def shut_down(*, keep_port: int | None = None) -> None:
-    """Shut down all noted connections, so that all peers learn at once that this process has left its groups.
+    """Shut down all recorded connections, so that all peers learn at once that this process has left its groups.
 
     Args:
-        keep_port: port of a store. Its connections stay open, because a peer may have opened one while a group was
-            made.
+        keep_port: port of a store. Connections to the store are left open, although a peer may have opened one while a
+            group was being created.
     """
     now = _connected()
     for number, ends in _noted.items():
@@ -46,7 +48,7 @@ def shut_down(*, keep_port: int | None = None) -> None:
 
 
 def _connected() -> dict[int, Ends]:
-    """Return the two addresses of each of this process's TCP connections, by file descriptor."""
+    """Return both addresses of each TCP connection of this process, by file descriptor."""
     connections: dict[int, Ends] = {}
     try:
         numbers = [int(name) for name in os.listdir("/proc/self/fd")]
@@ -62,7 +64,7 @@ def _connected() -> dict[int, Ends]:
 
 @contextmanager
 def _borrowed(number: int) -> Iterator[socket.socket]:
-    """Yield an open socket without taking ownership, so that it stays open.
+    """Yield the socket of an open file descriptor, and leave it open afterwards.
 
     Raises OSError if the file is not a socket.
     """

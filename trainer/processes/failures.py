@@ -12,13 +12,13 @@ _report: Path | None = None
 
 
 def set_report_file(path: Path) -> None:
-    """Set the file to which this worker reports its end."""
+    """Set the file in which this worker reports how it ended."""
     global _report
     _report = path
 
 
 def touch_alive_file() -> None:
-    """Touch this worker's alive file to show that a thread still runs."""
+    """Touch this worker's alive file to show that a thread is still running."""
     if _report is not None:
         alive_file(_report).touch()
 
@@ -65,6 +65,6 @@ def end_process(error: BaseException, tell: bool = True) -> NoReturn:
 
 
 def end_by_force(number: int, reason: str) -> NoReturn:
-    """Kill this process and its children because this process did not answer signal `number`."""
+    """Kill this process and its children because this process did not respond to signal `number`."""
     event = f"was ended by {signal.Signals(number).name} in the middle of its work, because {reason}"
     leave(128 + number, Failure(event, signal=number, is_forced=True))

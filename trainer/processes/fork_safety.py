@@ -1,11 +1,11 @@
 """Pauses before a fork and at exit, until threads of gloo and NCCL have released the interpreter.
 
-These threads take a thread state from the interpreter when they drop the last reference to a tensor. Up to CPython 3.12
-a child that is forked at that moment (loader workers are forked from ranks) inherits the interpreter's lock in the
-locked state and hangs before its first line. A fork shortly after a collective hung once in 1,500 forks (2 ranks on 2
-busy cores), and a run that restarted loader workers each epoch froze after 32 epochs. At exit, such a thread may ask
-for an interpreter that is gone, and the process aborts ("terminate called without an active exception"; once in 24
-exits).
+These threads take a thread state from the interpreter when they drop the last reference to a tensor. Up to CPython
+3.12, a child process that is forked at that moment, such as a loader worker, inherits the interpreter's lock in the
+locked state and hangs before its first line. Of 1,500 forks shortly after a collective, one hung (2 ranks on 2 busy
+cores), and a run that restarted its loader workers in each epoch froze after 32 epochs. At exit, such a thread may need
+an interpreter that no longer exists, which aborts the process ("terminate called without an active exception"; once in
+24 exits).
 """
 
 import atexit
@@ -24,7 +24,7 @@ _paused_at = 0.0
 
 @functools.cache
 def install() -> None:
-    """Register a pause before each fork and at exit, once."""
+    """Register a pause before each fork and at exit. Further calls have no effect."""
     atexit.register(time.sleep, PAUSE)
     os.register_at_fork(before=_pause)
 

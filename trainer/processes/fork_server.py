@@ -1,9 +1,9 @@
-"""Blocks end signals in multiprocessing's fork server and in new workers; only that server imports this module.
+"""Blocks end signals in multiprocessing's fork server and in new workers. Only the fork server imports this module.
 
-A scheduler signals every process of a job. A signal could end the server while it forks a worker, which would then have
-no exit code, or could be lost on a worker that is being forked. Therefore, the server and its new workers block the end
-signals: the server never receives them (it ends with the process that started it), and a worker unblocks them after the
-fork.
+A scheduler sends its signals to every process of a job. A signal could end the server while it is forking a worker,
+whose exit code would then be unknown. A worker that is being forked could also miss a signal. Therefore, the server and
+its new workers block the end signals. The server never receives them; it ends with the process that started it. A
+worker unblocks them after the fork.
 """
 
 import os
@@ -17,7 +17,7 @@ _handles_ctrl_c = signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
 
 
 def _let_through() -> None:
-    """Unblock the signals, with their default handlers, in a forked worker but not in its children."""
+    """Unblock the end signals in a new worker, with their default handlers. Does nothing in the worker's children."""
     if _blocked:
         if _handles_ctrl_c:
             signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -1,7 +1,8 @@
 """Gathers the tensors of all ranks for `Task.all_gather`, after checking their shapes.
 
-Without the check, gloo would abort the process if shapes differ. Only the first dimension may differ, because
-evaluation counts every sample once and shares may be uneven. Any other difference raises an error on every rank.
+Without the check, gloo would abort the process if shapes differ. Only the first dimension may differ: an evaluation
+uses each sample exactly once, so ranks may have batches of different sizes. Any other difference raises an error on
+every rank.
 """
 
 from typing import Any
@@ -19,7 +20,7 @@ def gather(strategy: Any, run: Any, data: Any, group: Any, sync_grads: bool) -> 
     """Return `data` with every tensor gathered; see `Task.all_gather`.
 
     Args:
-        run: the newest run, or None.
+        run: the most recent run, or None if there is none.
     """
     ranks = _ranks_of(strategy, group)
     if run is not None:
@@ -65,7 +66,7 @@ def _ranks_of(strategy: Any, group: Any) -> Ranks:
 
 
 def _refuse_in_step(run: Any, size: int, sync_grads: bool) -> None:
-    """Raise TaskError for a gather over `size` ranks in a step that they do not all run at the same time."""
+    """Raise TaskError if a step calls all_gather, but not all of the `size` ranks run this step at the same time."""
     if not run.loop.open or not (run.metrics.in_step and run.metrics.in_batch):
         return
     doing, strategy, option = run.loop.doing, run.strategy, "with sync_grads=True " if sync_grads else ""
@@ -94,7 +95,7 @@ def _refuse_in_step(run: Any, size: int, sync_grads: bool) -> None:
 
 
 def _all_take_part(run: Any) -> bool:
-    """Return whether all ranks have a batch in this step and, as far as lengths are known, in all later steps."""
+    """Return whether all ranks have a batch in this step and, as far as is known, in all later steps."""
     if run.loop.doing == "train":
         return run.training_data.is_even and run.loop.step is not None and run.loop.step.is_full
     data = run.data.evaluations["validation" if run.loop.doing == "sanity_check" else run.loop.doing]
@@ -105,7 +106,7 @@ def _all_take_part(run: Any) -> bool:
 def _gather_shapes(tensors: list[Tensor], with_gradient: list[bool], ranks: Ranks) -> list[list[tuple[int, ...]]]:
     """Return the shapes of every rank's tensors, in rank order.
 
-    Raises DisagreementError, on every rank, if the tensors differ in more than their rows.
+    Raises DisagreementError, on every rank, if the tensors differ in anything but their number of rows.
     """
     kinds = list(map(_describe, tensors, with_gradient))
     by_rank: list[tuple[list[str], list[tuple[int, ...]]]] = ranks.gather_objects(

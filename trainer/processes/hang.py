@@ -1,7 +1,7 @@
-"""Reports hangs with each rank's position, and names the rank that failed first, through the ranks' store.
+"""Reports hangs with each rank's position and identifies the rank that failed first, using the ranks' store.
 
-A rank that makes no progress writes its position to a board in the store, about once a second. The rank that reports a
-hang reads the board, so it need not ask other ranks or wait for a rank that cannot answer.
+About once a second, a rank that makes no progress writes its position to a board in the store. The rank that reports a
+hang reads the board, so it does not have to wait for a rank that cannot respond.
 """
 
 import atexit
@@ -49,13 +49,13 @@ LONGEST_STEPS = 20
 STALLED = 1.0
 """Seconds without progress after which a rank writes its position."""
 DEADLOCKED = 30.0
-"""Seconds before a report if all ranks wait and one of them waits in a collective that the script called."""
+"""Seconds before a report if all ranks are waiting, at least one of them in a collective that the script called."""
 SHOWN_STAGE = {"train": "training", "sanity_check": "the sanity check"}
 SAVED = "The run's checkpoints are complete: resume=auto continues the run."
 KILLED = "it may have been killed (out of memory: see `dmesg`)"
 
 Position = dict[str, Any]
-"""A rank's position: what it does and where, whether it waits for other ranks, for how many seconds, at which step."""
+"""A rank's position: what it is doing, whether it waits for other ranks, its seconds without progress, and its step."""
 
 
 class Board:
@@ -79,7 +79,7 @@ class Board:
         return {rank: note for rank, note in notes.items() if note is not None}
 
     def read_all(self, *topics: str) -> dict[int, Any]:
-        """Wait up to ANSWER_SECONDS for a note of each rank on any of the topics; return the notes by rank."""
+        """Wait up to ANSWER_SECONDS until every rank has a note on one of the topics. Return the notes by rank."""
         notes: dict[int, Any] = {}
 
         def is_complete() -> bool:
@@ -90,16 +90,16 @@ class Board:
         return notes
 
     def is_first(self, alarm: str) -> bool:
-        """Raise an alarm; return whether this rank is the first to raise it."""
+        """Raise an alarm, and return whether this rank was the first to raise it."""
         return bool(self._ask("add", alarm, 1) == 1)
 
     def has(self, alarm: str) -> bool:
-        """Return whether any rank has raised an alarm."""
+        """Return whether any rank has raised this alarm."""
         return bool(self._ask("check", [alarm]))
 
     def _ask(self, method: str, *arguments: Any) -> Any:
-        # While the network is down, torch waits for the answer without a limit. So a separate thread asks, which can be
-        # abandoned.
+        # While the network is down, torch waits for the answer without a time limit. Therefore, the call runs in a
+        # separate thread, which can be abandoned.
         answer = Future[Any]()
 
         def call() -> None:
@@ -126,14 +126,14 @@ def _await(read: Callable[[], T]) -> T:
 
 
 class Watchdog:
-    """Watches this process's progress through a run from a thread, which starts before the rendezvous."""
+    """Watches this process's progress through a run, in a thread that starts before the rendezvous."""
 
     def __init__(self, trainer: "Trainer", loop: Any, metrics: Any) -> None:
         """Prepare to watch a run.
 
         Args:
-            loop: object with this process's stage (`doing`) and newest step.
-            metrics: object with the batches of each stage.
+            loop: object with this process's current stage (`doing`) and latest step (`step`).
+            metrics: object that counts the batches of each stage (`batches`).
         """
         self.trainer, self.loop, self.metrics = trainer, loop, metrics
         self.place = Place()
@@ -149,9 +149,9 @@ class Watchdog:
         self.token = ""
         """Token of this run, which distinguishes its ranks from those of other runs at the same store."""
         self.shows_position = self.reported_failure = False
-        """True while this rank's position is on the board; true once it has reported its position at a failure."""
+        """True while this rank's position is on the board; true once this rank has reported it after a failure."""
         self.failed_stack: list[Frame] | None = None
-        """Stack of the main thread when its collective failed; the thread now reads the board for the message."""
+        """Stack of the main thread when its collective failed. The current stack is that of the code reporting this."""
         self.succeeded = False
         """True if the run was closed without an error."""
         self.thread = threading.Thread(target=self._watch, name="legato-watchdog", daemon=True)
@@ -160,7 +160,7 @@ class Watchdog:
         self.stacks: Any = None
         self.board: Board | None = None
         self.group: Any = None
-        """The process group whose store has the board."""
+        """The process group whose store contains the board."""
 
     def __enter__(self) -> "Watchdog":
         self.stacks = tempfile.TemporaryFile("w+")
@@ -211,7 +211,7 @@ class Watchdog:
                 report_at = 2 * max(stalled, report_at)
 
     def _look(self, stalled: float) -> None:
-        """Show this rank's position while it makes no progress, and respond to alarms of other ranks."""
+        """If this rank makes no progress, write its position to the board and respond to other ranks' alarms."""
         board = self._connect()
         if board is None:
             return
@@ -245,7 +245,7 @@ class Watchdog:
         end_process(HangError(message), tell=is_first)
 
     def _report(self, stalled: float) -> None:
-        """Write the stacks; the first rank to report also logs the positions of all ranks. The run continues."""
+        """Write the stacks, and continue the run. The first rank to report also logs the positions of all ranks."""
         alarm, position = f"report {self.reports}", self._position(stalled, writes_stacks=True)
         self.reports += 1
         head = f"No progress for {stalled:.0f} s. The run continues; set trainer.hang_timeout to end such a run."
@@ -259,7 +259,7 @@ class Watchdog:
         return self.begun, self.loop.doing, state.global_step, state.epoch, state.epoch_ended, *batches
 
     def _connect(self) -> Board | None:
-        """Return the board, connected separately because the main thread may hang in a call to the store."""
+        """Return the board. It has its own connection, because the main thread may hang in a call to the store."""
         with self.connecting:
             group = distributed.group.WORLD if distributed.is_initialized() else None
             if group is not self.group:
@@ -277,9 +277,9 @@ class Watchdog:
 
     # --- calls from the main thread ---------------------------------------------------------------------------------
     def require_all_leave(self, batch_idx: int) -> None:
-        """Wait until every rank leaves the epoch at this step; raise DisagreementError if a rank stays.
+        """Wait until every rank leaves the epoch at this step. Raises DisagreementError if a rank continues.
 
-        A rank that stays waits for the others in its backward pass, and its watchdog writes that to the board.
+        A rank that continues will wait for the others in its backward pass, and its watchdog writes this to the board.
         """
         notes, waiting = self._wait_for_all("leave", "left")
         if waiting:
@@ -291,10 +291,10 @@ class Watchdog:
             )
 
     def require_same_end(self, length: str) -> None:
-        """Wait until every rank is at the end of its stream; raise DisagreementError if a rank is not.
+        """Wait until every rank reaches the end of its training stream. Raises DisagreementError if lengths differ.
 
         Args:
-            length: length of this rank's stream, which must be equal on all ranks.
+            length: length of this rank's stream.
         """
         lengths, waiting = self._wait_for_all("end of stream", length)
         if waiting or any(rank_length != length for rank_length in lengths):
@@ -306,9 +306,9 @@ class Watchdog:
             )
 
     def _wait_for_all(self, event: str, note: str) -> tuple[list[str | None], str]:
-        """Wait until every rank is at this step.
+        """Wait until every rank has reported this event at this step, or until a rank is waiting elsewhere.
 
-        Return the ranks' notes, and the position of a rank that waits elsewhere.
+        Return each rank's note (None if it has none), and a description of the rank that is waiting elsewhere, or "".
         """
         state, board = self.trainer.state, self._connect()
         if board is None or board.size == 1 or self.trainer.strategy.elastic:
@@ -332,7 +332,7 @@ class Watchdog:
             time.sleep(0.01)
 
     def explain(self, error: BaseException) -> BaseException:
-        """Return the error to raise in place of `error`, with each rank's position or the first failure added."""
+        """Return the error to raise instead of `error`, with each rank's position or the first failure if known."""
         if self.place.world_size == 1:
             return error
         with suppress(RuntimeError):  # the store is gone
@@ -367,7 +367,7 @@ class Watchdog:
     def _position(self, stalled: float, writes_stacks: bool = False) -> Position:
         """Return this rank's position.
 
-        With `writes_stacks`, also write its stacks and its loader workers' to a file.
+        If `writes_stacks` is true, also write the stacks of this rank and of its loader workers to a file.
         """
         stack = self.failed_stack or stack_of(self.watched)
         where, waits = describe_stack(stack, alone=self.place.world_size == 1)
@@ -411,9 +411,9 @@ class Watchdog:
         return None if self.trainer.run_dir is None else self.trainer.run_dir / "hang"
 
     def _message_of_all(self, alarm: str, position: Position, head: str) -> tuple[str, bool]:
-        """Raise an alarm with this rank's position; return a message of all positions, and whether this rank is first.
+        """Raise an alarm with this rank's position. Return a message, and whether this rank raised the alarm first.
 
-        If the store does not answer, the message has only this rank's position.
+        The message lists the positions of all ranks or, if the store does not answer, only that of this rank.
         """
         board, is_first = self.board, True
         if board is None:
@@ -434,7 +434,7 @@ class Watchdog:
         return message, is_first
 
     def _message(self, positions: Mapping[int, Position | None], head: str) -> str:
-        """Return a message with each rank's position, the ranks to blame, and the file of the stacks."""
+        """Return a message with each rank's position, the ranks that block the others, and the paths of the stacks."""
         ranks_by_text: dict[str, list[int]] = {}
         for rank, position in positions.items():
             text = "does not answer: it is stopped, has ended, has no network, or holds the interpreter lock"
@@ -456,7 +456,7 @@ class Watchdog:
 
 
 def _remedy(positions: Mapping[int, Position]) -> str:
-    """Return advice for ranks that wait for each other."""
+    """Return advice for a run whose ranks all wait for each other."""
     idle = sorted(rank for rank, position in positions.items() if position["idle"])
     if idle:
         return (
@@ -475,10 +475,10 @@ def name_ranks(ranks: list[int]) -> str:
 
 # --- the first failure ------------------------------------------------------------------------------------------------
 def first_failure(error: BaseException, board: Board) -> BaseException:
-    """Return the error to raise on this rank if no Legato launcher collects failures.
+    """Return the error to raise on this rank if no Legato launcher collects the failures.
 
-    This is the rank's own error, which is written to the board if it is the first, or a WorkerError that names the
-    first rank to fail.
+    If this rank only lost its connection to another rank, the result is a WorkerError that identifies the first rank
+    that failed. Otherwise, the result is the rank's own error, which is written to the board if it is the first.
     """
     is_end = isinstance(error, SystemExit) and error.code in (None, 0, RESUME_ME, INTERRUPTED)
     if is_end or not isinstance(error, (Exception, SystemExit)):
@@ -515,7 +515,7 @@ def _sentence(error: BaseException) -> str:
 
 
 def _stay(board: Board) -> None:
-    """Leave the group so that the other ranks notice, and serve the store until they know the cause.
+    """Leave the process group so that the other ranks notice a failure, and serve the store until they know its cause.
 
     This takes at most ANSWER_SECONDS.
     """

@@ -1,8 +1,8 @@
 """Starts, monitors and stops local worker processes together, and raises the first failure in the caller.
 
 The caller sends the function through a file in a private folder, serialized with cloudpickle, and gets its result or
-exception back in the same way. Therefore, lambdas, notebooks and classes of the caller's script work, and the script
-runs once. `set_worker_environment` sets a worker's environment variables, which include its rank.
+exception back in the same way. Therefore, lambdas, notebooks and classes in the caller's script work, and the script
+runs only once. `set_worker_environment` sets a worker's environment variables, including its rank.
 """
 
 import faulthandler
@@ -55,7 +55,7 @@ START_METHOD = "forkserver" if sys.platform == "linux" else "spawn"
 
 
 def warm_up(more: Sequence[str] = ()) -> None:
-    """Start the fork server and return at once. The server imports torch and `more` modules while the caller works."""
+    """Start the fork server and return at once. Meanwhile, the server imports torch and the modules in `more`."""
     if START_METHOD == "forkserver":
         forkserver.set_forkserver_preload([*PRELOAD, *more])
         with _without_main():
@@ -83,13 +83,14 @@ def launch_workers(
 ) -> Any:
     """Call `function` in a process for each of `ranks`, and return the first rank's result.
 
-    A worker calls `enter(attempt, rank)` before it unpickles `function`. `make_group` makes a group that survives the
-    failure of a worker. A worker that does not answer SIGTERM or SIGHUP within `signals.GRACE` seconds ends itself or
-    is killed; a second Ctrl-C ends all workers at once. All workers have exited when this function returns.
+    A worker calls the result of `enter(attempt, rank)` before it unpickles `function`. `make_group` creates a group
+    that survives the failure of a worker. A worker that does not respond to SIGTERM or SIGHUP within `signals.GRACE`
+    seconds ends itself or is killed. A second Ctrl-C ends all workers at once. All workers have exited when this
+    function returns.
 
-    Raises the exception of the first worker that failed, caused by a WorkerError with its traceback, or only that
-    WorkerError if the exception cannot be unpickled. Raises SystemExit(75) if the workers asked to be resumed, and
-    KeyboardInterrupt after Ctrl-C.
+    Raises the exception of the first worker that failed. Its cause is a WorkerError with the worker's traceback. If the
+    exception cannot be unpickled, raises only the WorkerError. Raises SystemExit(75) if the workers asked to be
+    resumed, and KeyboardInterrupt after Ctrl-C.
     """
     warm_up()
     folder = Path(tempfile.mkdtemp(prefix="legato-"))  # mode 0700
@@ -154,7 +155,7 @@ class Worker:
                 os.kill(self.process.pid, number)
 
     def kill_group(self) -> None:
-        """Kill the process and the processes that it started, such as loader workers, which would otherwise run on."""
+        """Kill the process and its child processes, such as loader workers, which would otherwise continue to run."""
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.send(signal.SIGKILL)
@@ -185,7 +186,7 @@ class Worker:
 
 
 class SignalRelay:
-    """Forwards end signals to the workers, so that they do not interrupt the caller."""
+    """Forwards end signals to the workers instead of interrupting the caller."""
 
     def __init__(self) -> None:
         self.due_at, self.due_by = float("inf"), 0
@@ -195,7 +196,7 @@ class SignalRelay:
         self.workers: list[Worker] = []
 
     def forward(self, number: int) -> None:
-        """Send a signal to all workers; only Ctrl-C is sent more than once."""
+        """Send a signal to all workers. Signals other than Ctrl-C are sent only once."""
         now, is_first = time.monotonic(), number not in self.received
         if is_first:
             self.received.append(number)
@@ -236,7 +237,7 @@ class WorkerGroup:
         return [worker for worker in self.workers if not worker.has_ended]
 
     def start(self, enter: Callable[..., Callable[[], None]]) -> None:
-        """Start a process for each rank, which first calls the result of `enter(rank)`."""
+        """Start a process for each rank. Each process first calls the function that `enter(rank)` returns."""
         for rank in self._ranks:
             self._start_one(rank, enter(rank))
 
@@ -261,7 +262,7 @@ class WorkerGroup:
             worker.send(number)
 
     def watch(self) -> None:
-        """Wait until all workers have exited. End the others if one fails, or some time after Ctrl-C."""
+        """Wait until all workers have exited. End the remaining workers if one fails, or some time after Ctrl-C."""
         is_killed = False
         while self._is_running():
             # returns as soon as a process ends
@@ -291,7 +292,7 @@ class WorkerGroup:
         return 0.1 if self._failures else 1.0
 
     def _poll(self) -> None:
-        """Called at each pause of `watch`; subclasses override it."""
+        """Hook that `watch` calls at each pause, for subclasses to override."""
 
     def _due_at(self) -> float:
         """Return the time at which to stop the workers that are still running."""
@@ -307,7 +308,7 @@ class WorkerGroup:
         return min(due_at, first.when + (_RESUME_GRACE if first.interrupted else _CAUSE_WAIT))
 
     def _kill_unresponsive(self) -> None:
-        """Dump the stacks of workers that neither end after a signal nor touch their alive files, and kill them."""
+        """Kill workers that neither end after a signal nor touch their alive files, after dumping their stacks."""
         if time.monotonic() < self._relay.due_at + _ALIVE_TIMEOUT:
             return
         unresponsive = [worker for worker in self.running if not worker.is_responsive()]
@@ -404,7 +405,7 @@ def _without_main() -> Iterator[None]:
 
 
 def _serve(report: Path, streams: _Streams, enter: Callable[[], None]) -> None:
-    """Main function of a worker: set it up, call the function, write the report."""
+    """Run a worker: set up the process, call the function and write the report."""
     # With a process group of its own, the worker gets Ctrl-C only from the caller, once (the terminal would also kill
     # loader workers in the middle of the step to be saved), and its children can be killed with it.
     os.setpgid(0, 0)
@@ -424,7 +425,7 @@ def _serve(report: Path, streams: _Streams, enter: Callable[[], None]) -> None:
 
 
 def _work(report: Path, streams: _Streams, enter: Callable[[], None]) -> "int | Failure":
-    """Call the function and report its value; return 0, RESUME_ME or a Failure."""
+    """Call the function and report its result. Return 0, RESUME_ME or a Failure."""
     named: frozenset[str] = frozenset()
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -494,11 +495,12 @@ def run_workers(
     max_restarts: int = 0,
     nodes: int = 1,
 ) -> T:
-    """Call `function` in `processes` new processes of this machine and return the first rank's result.
+    """Call `function` in `processes` new processes on this machine and return the first rank's result.
 
-    Each process has `threads` intra-op threads. None selects OMP_NUM_THREADS or, if unset, the process's share of the
-    cores, but at most the caller's number. After a failure, all processes are stopped and, up to `max_restarts` times,
-    restarted. With `nodes` > 1, every node makes the same call, with NODE_RANK, MASTER_ADDR and MASTER_PORT set.
+    Each process uses `threads` intra-op threads. By default, this is OMP_NUM_THREADS or, if that is not set, the
+    process's share of the cores, but at most the caller's number of threads. After a failure, all processes are stopped
+    and restarted, up to `max_restarts` times. If `nodes` > 1, every node must make the same call, with NODE_RANK,
+    MASTER_ADDR and MASTER_PORT set.
 
     Raises the same errors as `launch_workers`.
     """
@@ -546,7 +548,7 @@ def find_node(nodes: int) -> tuple[int, str, int]:
 
 
 def threads_of_worker(processes: int) -> int:
-    """Return the number of intra-op threads of each worker: at most the caller's number."""
+    """Return the number of intra-op threads for each worker, which is at most the caller's number of threads."""
     import torch
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -556,7 +558,7 @@ def threads_of_worker(processes: int) -> int:
 def set_worker_environment(
     place: Place, environment: dict[str, str], host: str, port: int, attempt: int, threads: int
 ) -> None:
-    """Set a worker's environment: the variables of `place`, and the caller's, as the fork server's are outdated."""
+    """Set a worker's environment variables to those of the caller and of `place`; the fork server's are outdated."""
     import torch
 
     variables = {

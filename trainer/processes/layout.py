@@ -19,9 +19,10 @@ ProcessEntry = tuple[int, int, str, str]
 
 
 def located(place: Place) -> Place:
-    """Derive node and local rank from all ranks' host names, for a script's own group. All ranks must call this.
+    """Return the place of a process in a script's own process group, with its node and local rank filled in.
 
-    A local rank from LOCAL_RANK, 0 or more, is kept. A `Place` of any other origin is returned unchanged.
+    They are derived from the host names of all ranks, so all ranks must call this. A local rank that LOCAL_RANK has set
+    (0 or more) is kept. If the group has any other origin than a script, return the place unchanged.
     """
     if place.origin != "script":
         return place
@@ -40,7 +41,7 @@ def located(place: Place) -> Place:
 def check_place(trainer: TrainerArguments, count: Callable[[], int], place: Place) -> None:
     """Raise ConfigError, on every rank, if the launcher's processes do not match `num_nodes` and `devices`.
 
-    `count` returns the number of processes on a node that `devices` asks for. The defaults `devices=auto` and
+    `count` returns the number of processes that `devices` requests on each node. The defaults `devices=auto` and
     `num_nodes=1` accept any layout.
     """
     if place.origin in ("alone", "legato"):
@@ -63,8 +64,8 @@ def report_layout(place: Place, device: torch.device, ranks: Ranks, meeting: str
     """On rank 0, print the layout of the ranks and the address of their rendezvous. All ranks must call this.
 
     Args:
-        meeting: the address; empty for an existing group, a single process, or an elastic run, which logs its
-            generations.
+        meeting: the address. Nothing is printed if it is empty, as for an existing group, a single process or an
+            elastic run.
     """
     if not meeting:
         return
@@ -86,8 +87,8 @@ def describe_layout(entries: Sequence[ProcessEntry], origin: str, meeting: str) 
     """Return the layout as text: a line for the run and a line for each node.
 
     Args:
-        origin: see Place. The text omits it for a single process without a launcher, because `legato check` starts a
-            process that the run itself would not need.
+        origin: see Place. It is omitted for a single process without a launcher, because `legato check` starts a
+            process that the run itself would not start.
     """
     nodes: dict[tuple[int, str], list[ProcessEntry]] = {}
     for entry in entries:

@@ -1,4 +1,4 @@
-"""Membership of a process in a run; `elastic/` has the membership in a run whose processes may die and be replaced."""
+"""Membership of a process in a run. `elastic/` has the variant for runs whose processes may die and be replaced."""
 
 from collections.abc import Callable
 from types import TracebackType
@@ -12,20 +12,20 @@ class RunFinished(Exception):
 
 
 class Membership:
-    """Membership in a run whose processes stay the same; ElasticMembership overrides it."""
+    """Membership in a run with a fixed set of processes. ElasticMembership overrides its methods."""
 
     open_outputs: Callable[[Any], None] | None = None
-    """Opens the loggers of a Run. Set during set-up, for a process that replaces a rank 0 that has left."""
+    """Opens the loggers of a Run. Set during set-up, for a process that becomes rank 0 after the old rank 0 left."""
 
     def connect(self, place: Place) -> Place:
-        """Form the process group; return this process's rank and node as a `Place`."""
+        """Form the process group, and return this process's rank and node as a `Place`."""
         return place
 
     def adopt_settings(self) -> None:
         """Before set-up, adopt the settings of the run that this process joins."""
 
     def check_members(self) -> None:
-        """Leave the loop if the ranks have agreed on a new generation."""
+        """Leave the training loop if the ranks have agreed on a new generation of processes."""
 
     def returns_result(self, rank: int) -> bool:
         """Return whether this process returns the run's result to the launcher."""

@@ -22,14 +22,14 @@ from . import connections
 T = TypeVar("T")
 
 PIECE = 25 << 20
-"""Bytes of tensors that are broadcast together, as in torch's DDP. Their copy is the only additional memory."""
+"""Number of bytes to broadcast at a time, as in torch's DDP. A copy of these bytes is the only additional memory."""
 
 
 class Ranks:
-    """The ranks of a group; without arguments, a single process that sends nothing."""
+    """The ranks of a process group, with its collectives. By default, a single process, which sends nothing."""
 
     def __init__(self, rank: int = 0, size: int = 1, group: dist.ProcessGroup | None = None) -> None:
-        """Use a process group.
+        """Wrap a process group.
 
         Args:
             group: the process group; None selects the default process group, which need not exist for a single rank.
@@ -37,7 +37,7 @@ class Ranks:
         self.rank, self.size, self.group = rank, size, group
 
     def move(self, rank: int, size: int) -> None:
-        """Continue with a new default group, in which this process may have a different rank."""
+        """Switch to a new default group, in which this process may have a different rank."""
         self.rank, self.size = rank, size
 
     def barrier(self) -> None:
@@ -46,7 +46,7 @@ class Ranks:
         self.all_reduce(torch.zeros(1), "sum")
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
-        """Return rank `source`'s `value`, which must be picklable, on every rank."""
+        """Return the `value` of rank `source` on every rank. The value must be picklable."""
         if self.size == 1:
             return value
         values = [value]
@@ -92,7 +92,7 @@ class Ranks:
             tensor.copy_(row.view(tensor.dtype).view_as(tensor))
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """Return every rank's `tensor`, stacked: (size, *shape). Shapes must be equal."""
+        """Return the tensors of all ranks, which must have equal shapes, stacked to (size, *shape)."""
         if self.size == 1:
             return tensor.unsqueeze(0)
         gathered = [torch.empty_like(tensor) for _ in range(self.size)]
@@ -100,7 +100,7 @@ class Ranks:
         return torch.stack(gathered)
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Return every rank's `value`, which must be picklable, in rank order."""
+        """Return the values of all ranks in rank order. The values must be picklable."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
@@ -128,10 +128,11 @@ _groups: dict[Any, Any] = {}
 
 
 def legatos_group(limit: timedelta | None = None) -> Any:
-    """Return the process group of Legato's collectives, with all ranks. All ranks must call this.
+    """Return the process group for Legato's collectives, which includes all ranks. All ranks must call this.
 
-    Only the script uses the default group, so an extra collective call that one rank makes there never pairs with one
-    of Legato's collectives. Legato's group also handles host tensors; a group of `init_process_group("nccl")` doesn't.
+    The default group is left to the script, so an extra collective call that one rank makes in the default group never
+    pairs with one of Legato's collectives. Unlike a group from `init_process_group("nccl")`, Legato's group also
+    supports CPU tensors.
 
     Args:
         limit: timeout of the group's collectives.
@@ -150,18 +151,18 @@ def legatos_group(limit: timedelta | None = None) -> Any:
 
 
 def serves_host() -> bool:
-    """Return whether the default group serves tensors on the host."""
+    """Return whether the default group supports CPU tensors."""
     return "cpu" in devices_of_group() or dist.get_backend() == "mpi"
 
 
 def devices_of_group() -> dict[str, str]:
-    """Return the backend of the default group for each kind of device: {"cpu": "gloo", "cuda": "nccl"}."""
+    """Return the default group's backend for each device type, such as {"cpu": "gloo", "cuda": "nccl"}."""
     config = dist.get_backend_config()
     return dict(pair.split(":", 1) for pair in config.split(",") if ":" in pair)
 
 
 def require_backend(device: torch.device, wanted: str | None) -> None:
-    """Raise ConfigError if the default group has no backend for `device`, or a backend other than `wanted`."""
+    """Raise ConfigError if the default group's backend for `device` is missing or differs from `wanted`."""
     backends = devices_of_group()
     backend = backends.get(device.type)
     if dist.get_backend() != "mpi" and (backend is None or wanted not in (None, backend)):
@@ -190,7 +191,7 @@ class Timeouts:
     """
 
     def __init__(self, wanted: Timeout) -> None:
-        """Set the timeouts. Raises ConfigError for an unknown phase, and for values other than positive numbers."""
+        """Set the timeouts. Raises ConfigError for an unknown phase and for a value that is not a positive number."""
         limits: Mapping[Phase, float] = wanted if isinstance(wanted, Mapping) else dict.fromkeys(PHASES, wanted)
         for phase, seconds in limits.items():
             if phase not in PHASES:
@@ -207,13 +208,13 @@ class Timeouts:
 
     def enter(self, phase: Phase) -> None:
         """Set the timeout of `phase` on every process group, starting with the next collective."""
-        # only if it changes, because it is set on each process group
+        # only if the timeout changes, because it must be set on every process group
         changes, self.phase = self.limits[phase] != self.limits[self.phase], phase
         if changes and dist.is_initialized():
             set_group_timeouts(self.limits[phase])
 
     def end_startup(self) -> None:
-        """Enter `step` if the phase is `startup`; during a save the phase stays `checkpoint`."""
+        """Enter the phase `step` if the current phase is `startup`. During a save, the phase remains `checkpoint`."""
         if self.phase == "startup":
             self.enter("step")
 

@@ -1,4 +1,4 @@
-"""Rendezvous of the ranks at a store, with errors that name missing and duplicate ranks."""
+"""Rendezvous of the ranks at a store, with errors that list missing and duplicate ranks."""
 
 import atexit
 import errno
@@ -59,7 +59,7 @@ def find_store(place: Place, timeout: timedelta, init_method: str | None = None)
     """Return the address of the rendezvous, and an empty store there that all ranks have joined.
 
     Raises ConfigError if the address is in use or unknown, if nothing answers within `timeout`, or if ranks are missing
-    or duplicate. The error then names these ranks.
+    or duplicate. The error lists missing and duplicate ranks.
     """
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
@@ -107,11 +107,11 @@ def tell_failure(text: str, by_user: bool) -> None:
     Without this, the other ranks would wait at the rendezvous for minutes.
 
     Args:
-        by_user: if True, the ranks raise ConfigError; otherwise, they raise WorkerError.
+        by_user: True if the user caused the failure. The other ranks then raise ConfigError instead of WorkerError.
 
-    Does nothing under torchrun, which ends the ranks, or after a rendezvous.
+    Does nothing after a rendezvous, or under torchrun, which ends the other ranks itself.
 
-    Raises ConfigError if there is no store within LEAVE_SECONDS.
+    Raises ConfigError if no store is available within LEAVE_SECONDS.
     """
     place = find_place()
     if _met or place is None or place.world_size == 1 or place.origin not in ("slurm", "mpi", "environment"):
@@ -127,7 +127,7 @@ def tell_failure(text: str, by_user: bool) -> None:
 
 
 def _leave_failed(store: "Store", rank: int, world_size: int) -> None:
-    """Record that this rank knows of the failure; rank 0, which serves the store, waits for the other ranks."""
+    """Record that this rank knows of the failure. Rank 0, which serves the store, then waits for the other ranks."""
     store.add("know", 1)
     deadline = time.monotonic() + LEAVE_SECONDS
     while rank == 0 and store.add("know", 0) < world_size and time.monotonic() < deadline:
@@ -136,9 +136,10 @@ def _leave_failed(store: "Store", rank: int, world_size: int) -> None:
 
 @contextmanager
 def telling_failure(store: "Store", rank: int, world_size: int) -> Iterator[None]:
-    """Tell the other ranks if this one cannot connect to them, and end this process if another rank could not connect.
+    """Share connection failures: if this rank or another rank cannot connect in this context, end all ranks.
 
-    Without this, ranks would wait for the start-up timeout. Raises WorkerError with gloo's error and advice.
+    Without this, the other ranks would wait until the start-up timeout. If this rank cannot connect, raises WorkerError
+    with gloo's error and advice. If another rank reports a failure, ends this process.
     """
     connected = threading.Event()
     connection = store.clone()  # type: ignore[attr-defined]  # the main thread's connection serves one call at a time
@@ -159,7 +160,7 @@ def telling_failure(store: "Store", rank: int, world_size: int) -> Iterator[None
 
 
 def _end_with_others(store: "Store", connected: threading.Event, rank: int, world_size: int) -> None:
-    """End this process once a rank reports that it cannot connect, or rank 0, which serves the store, has exited."""
+    """End this process if a rank reports that it cannot connect, or if rank 0, which serves the store, has exited."""
     while not connected.wait(0.5):
         try:
             if not store.check(["failed"]):
@@ -236,7 +237,7 @@ def host_store(host: str, port: int, one_node: bool) -> "Store":
 
 
 def _await_all_ranks(store: "Store", rank: int, world_size: int, address: Rendezvous, timeout: timedelta) -> None:
-    """Wait until every rank has joined; raise ConfigError that names missing and duplicate ranks."""
+    """Wait until every rank has joined. Raises ConfigError, with the missing or duplicate ranks."""
     seconds, pause = timeout.total_seconds(), 0.01
     deadline, failure = time.monotonic() + seconds, b""
     try:
@@ -284,8 +285,8 @@ def join_process_group(
     Args:
         init_method: "env://" (MASTER_ADDR and MASTER_PORT, or the variables of SLURM and MPI) or "tcp://host:port". By
             default, Legato's workers use their launcher's store, and all other processes use "env://".
-        device: the process's device if it has only one. NCCL then connects at once, so that a rank without its device
-            fails here and not in the first step.
+        device: the process's device if it has only one. NCCL then connects at once, so that a rank whose device is
+            missing fails here and not in the first step.
 
     Raises ConfigError if the address is in use or cannot be reached, or if ranks are missing after `timeout`.
     """
@@ -319,7 +320,7 @@ GROUPS = 4
 
 
 def allow_connections(ranks: int) -> None:
-    """Raise this process's limit of open files for gloo, which connects every pair of ranks in each group."""
+    """Raise this process's limit on open files, because gloo connects every pair of ranks in each group."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 256 + GROUPS * ranks
     if resource.RLIM_INFINITY != soft < wanted:

@@ -14,10 +14,11 @@ SLURM_ANSWERS = 60.0
 
 
 def requeue_job(number: int) -> None:
-    """Requeue this SLURM job after signal `number`; log if that fails, or if the job is ending for another reason.
+    """Requeue this SLURM job after signal `number`.
 
-    SIGUSR1 is an early warning. SLURM sends SIGTERM to a job that is preempted (its state is RUNNING), but also to a
-    job that was cancelled or has reached its time limit. Such a job must not be requeued.
+    SIGUSR1 is an early warning. SLURM sends SIGTERM to a job that is preempted (its state is RUNNING), but also to jobs
+    that were cancelled or have reached their time limit, which must not be requeued. Logs a warning if the job is not
+    requeued.
     """
     job = slurm_job()
     if job is None:
@@ -42,13 +43,13 @@ def requeue_job(number: int) -> None:
 
 
 def requeue_early(number: int, wanted: bool) -> None:
-    """Requeue the job on rank 0, if `wanted`, after a signal that arrives before there is anything to save."""
+    """Requeue the job on rank 0, if `wanted`, after a signal that arrived before there was anything to save."""
     if wanted and number != signal.SIGINT and current_rank() == 0:
         requeue_job(number)
 
 
 def _call(*command: str) -> tuple[str, str]:
-    """Run a SLURM command; return its output, and its error or ""."""
+    """Run a SLURM command. Return its output and its error message, which is "" on success."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=SLURM_ANSWERS, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:

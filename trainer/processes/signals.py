@@ -24,13 +24,13 @@ END_SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP
 
 @contextmanager
 def handling_end_signals(handler: Callable[[int], None], watch: "SignalWatch | None" = None) -> Iterator[None]:
-    """Call `handler` for signals that ask this process to end; does nothing outside of the main thread.
+    """Call `handler` for signals that ask this process to end. Does nothing outside of the main thread.
 
-    `watch` ends the process if it does not answer a signal. Without `watch`, the watch of an outer context is
+    `watch` ends the process if it does not respond to a signal. If `watch` is None, the watch of an outer context is
     suspended.
 
-    Ignored signals stay ignored, such as SIGINT in a shell's background job. Forked children use the default handlers,
-    because their parent ends them with signals.
+    Signals that were already ignored, such as SIGINT in a shell's background job, remain ignored. Forked children use
+    the default handlers, because their parent ends them with signals.
     """
     previous = {}
     process = os.getpid()
@@ -62,12 +62,12 @@ def handling_end_signals(handler: Callable[[int], None], watch: "SignalWatch | N
 
 
 def raise_for_signal(number: int) -> None:
-    """In a run that has nothing to save, raise KeyboardInterrupt after Ctrl-C, otherwise SystemExit(75)."""
+    """Raise KeyboardInterrupt for Ctrl-C, and SystemExit(75) for any other signal. Used if there is nothing to save."""
     raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(RESUME_ME)
 
 
 def exit_at_once(number: int) -> None:
-    """Exit without cleanup when there is nothing to save and exceptions may be swallowed, as during imports."""
+    """Exit without cleanup. Used if there is nothing to save and exceptions may be swallowed, as during imports."""
     if number != signal.SIGINT:
         name = signal.Signals(number).name
         os.write(2, f"{name}: no training had started. Exit code {RESUME_ME} asks for a restart.\n".encode())
@@ -76,7 +76,8 @@ def exit_at_once(number: int) -> None:
 
 
 GRACE, NOTHING_TO_SAVE = 30.0, 5.0
-"""Seconds in which a process must answer SIGTERM or SIGHUP before it is killed: normally, and with nothing to save."""
+"""Seconds after which a process that has not responded to SIGTERM or SIGHUP is killed: in general, and if there is
+nothing to save."""
 ONE_PRESS = 0.5
 """Seconds within which two SIGINT count as a single Ctrl-C: launchers forward a signal that the terminal also sends."""
 _TICK = 0.1
@@ -97,17 +98,18 @@ os.register_at_fork(after_in_child=_forget)
 
 
 class SignalWatch:
-    """Ends this process on a second Ctrl-C, or GRACE seconds after SIGTERM or SIGHUP.
+    """Ends this process on a second Ctrl-C, or if it has not responded to SIGTERM or SIGHUP within GRACE seconds.
 
-    A save in progress is finished first, as long as it makes progress. Use the watch as a context manager in the main
-    thread. In other threads, it does nothing.
+    A save is finished first, as long as it makes progress. Use the watch as a context manager in the main thread. In
+    other threads, it does nothing.
     """
 
     def __init__(self, attends: bool = True) -> None:
         """Prepare to watch for signals.
 
         Args:
-            attends: True if this process handles SIGTERM and SIGHUP; otherwise, these signals end it anyway.
+            attends: True if this process handles SIGTERM and SIGHUP. If False, these signals end the process without
+                the watch.
         """
         self.attends = attends
         self.nothing_to_save = True
@@ -124,8 +126,8 @@ class SignalWatch:
     def __enter__(self) -> "SignalWatch":
         if threading.current_thread() is threading.main_thread():
             # Python runs handlers in the main thread between bytecodes, so a thread that waits in gloo or a C
-            # library, or in a loop that swallows exceptions, does not react to signals. The C level writes each
-            # number to this pipe at once.
+            # library, or in a loop that swallows exceptions, does not react to signals. Python's C code writes each
+            # signal's number to this pipe at once.
             self._reader, self._writer = os.pipe()
             os.set_blocking(self._writer, False)
             self._before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
@@ -152,7 +154,7 @@ class SignalWatch:
         self.answered_at = time.monotonic()
 
     def record(self, number: int) -> None:
-        """Record a signal. Both the thread and the handlers call this, because perhaps only one of them can run."""
+        """Record a signal. Both the thread and the signal handlers call this, because one of them may be blocked."""
         now = time.monotonic()
         if number == signal.SIGINT:
             if not self.presses or now > self.presses[-1] + ONE_PRESS:
@@ -205,7 +207,7 @@ class SignalWatch:
         return min(GRACE, NOTHING_TO_SAVE) if self.nothing_to_save else GRACE
 
     def _waits_for_ranks(self) -> bool:
-        """Return whether the main thread waits for other ranks, which may be writing a checkpoint."""
+        """Return whether the main thread is waiting for other ranks, which may be writing a checkpoint."""
         return self._main is not None and describe_stack(stack_of(self._main), alone=False)[1]
 
     def _end(self, number: int) -> None:

@@ -54,7 +54,7 @@ class Frame:
 
     @property
     def is_compiler(self) -> bool:
-        """True if the frame runs torch's compiler; a compiled function has frames of other files."""
+        """True if the frame runs torch's compiler. The frames of a compiled function are in other files."""
         in_inductor = self.is_in("torch/_inductor/compile_fx") and "compile" in self.function
         return in_inductor or self.is_in("torch/_dynamo/convert_frame")
 
@@ -75,7 +75,7 @@ def stack_of_error(error: BaseException) -> list[Frame]:
 
 
 def describe_stack(stack: list[Frame], alone: bool) -> tuple[str, bool]:
-    """Describe what a stack does, and return whether it waits for other ranks. `alone` means that there are none."""
+    """Describe what a stack's thread is doing, and return whether it waits for other ranks. `alone`: there are none."""
     compiler = [index for index, frame in enumerate(stack) if frame.is_compiler]
     if compiler:  # start at its outermost frame, because generated code looks like the user's
         users = next((frame for frame in stack[compiler[-1] :] if frame.is_users), None)
@@ -103,7 +103,7 @@ def describe_stack(stack: list[Frame], alone: bool) -> tuple[str, bool]:
 
 
 def collective_of(stack: list[Frame]) -> str | None:
-    """Return the collective in which a stack waits; None if it does not wait in one."""
+    """Return the collective in which the thread of a stack is waiting; None if it is not waiting in a collective."""
     name = None
     for frame in stack:
         if frame.is_in("torch/distributed/distributed_c10d"):

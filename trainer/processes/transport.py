@@ -40,11 +40,10 @@ _BROKEN_CONNECTION = re.compile(
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Pickler that sends classes of `named` modules by name.
+    """Pickler for functions and results, with special handling of the classes in some modules.
 
-    The reader has the original classes and must not receive copies.
-
-    Classes of `placed` modules are sent by value and registered in their module.
+    Classes of the modules in `named` are sent by name, because the receiver has the original classes and must not
+    receive copies. Classes of the modules in `placed` are sent by value and registered in their module.
     """
 
     def __init__(self, file: io.BytesIO, named: frozenset[str], placed: frozenset[str]) -> None:
@@ -74,7 +73,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 def _needs_its_process(obj: Any) -> bool:
-    """Return whether an object is a MosaicML dataset, with which ranks would wait for each other in the first epoch."""
+    """Return whether an object is a MosaicML dataset, which each process must create itself.
+
+    With a copied dataset, the ranks would wait for each other in the first epoch.
+    """
     kind = getattr(sys.modules.get("streaming.base.dataset"), "StreamingDataset", None)
     return kind is not None and isinstance(obj, kind)
 
@@ -92,7 +94,7 @@ def _parameter(data: Any, requires_grad: bool, attributes: dict[str, Any]) -> An
 
 
 def pack(content: Any, named: frozenset[str] = frozenset(), placed: frozenset[str] = frozenset()) -> bytes:
-    """Return `content` as bytes; see `_Pickler` for classes of the modules in `named` and `placed`."""
+    """Pickle `content` and return the bytes. For `named` and `placed`, see `_Pickler`."""
     file = io.BytesIO()
     _Pickler(file, named, placed).dump(content)
     return file.getvalue()
@@ -108,9 +110,10 @@ def unpack(path: Path, index: int = 0) -> Any:
 
 @contextmanager
 def pickled_by_value() -> Iterator[frozenset[str]]:
-    """Pickle by value the objects of modules that workers cannot import by name; yield those modules' names.
+    """In this context, pickle by value the objects of modules that workers cannot import. Yields these modules' names.
 
-    These are the caller's script or notebook, and modules that a tool loaded from a file (pytest's importlib mode).
+    These modules are the caller's script or notebook, and those that a tool loaded from a file (pytest's importlib
+    mode).
     """
     registered = cloudpickle.list_registry_pickle_by_value()
     names = {name for name, file in _module_files().items() if not _is_importable(name, file)}
@@ -137,7 +140,7 @@ def _module_files() -> dict[str, str]:
 
 
 def _is_importable(name: str, file: str) -> bool:
-    """Return whether a new interpreter imports this file under this name."""
+    """Return whether a new interpreter would import this file under this name."""
     spec = _find_spec(name)
     return spec is not None and spec.origin is not None and Path(spec.origin).resolve() == Path(file).resolve()
 
@@ -170,7 +173,7 @@ def _place(name: str, module: str, make: Callable[..., type], arguments: tuple[A
 
 
 def _import_or_make(name: str) -> ModuleType:
-    """Return a module by name, or a new empty module, in new empty packages if necessary."""
+    """Return the module with this name. If there is none, create an empty module and any missing parent packages."""
     parent, _, _ = name.rpartition(".")
     if parent and _find_spec(parent) is None:
         _import_or_make(parent)
@@ -178,9 +181,10 @@ def _import_or_make(name: str) -> ModuleType:
 
 
 def modules_beside_script() -> list[str]:
-    """Return the modules that the script imported from its own folder, in import order, except those sent by value.
+    """Return the modules that the script imported from its own folder, in import order.
 
     A worker must also import modules that the script imports only for their side effects, such as a registration.
+    Modules that are sent by value are left out.
     """
     file = getattr(sys.modules["__main__"], "__file__", None)
     if file is None:
@@ -278,7 +282,7 @@ class Failure:
 
     @classmethod
     def of_exit(cls, exitcode: int | None) -> "Failure":
-        """Return the failure for the exit code of a process without a report."""
+        """Return the failure for the exit code of a process that wrote no report."""
         if exitcode is None or exitcode >= 0:
             return cls(f"ended with exit code {exitcode} before its work was done")
         name = signal.Signals(-exitcode).name if -exitcode in set(signal.Signals) else str(-exitcode)
@@ -301,9 +305,9 @@ class Failure:
         return f"Rank {self.rank} of {self.world_size} {self.event}."
 
     def to_raise(self) -> BaseException:
-        """Return the worker's exception, caused by a WorkerError that names the rank and has its traceback.
+        """Return the worker's exception. Its cause is a WorkerError with the rank and the traceback.
 
-        If the exception cannot be unpickled, returns only the WorkerError.
+        If the exception cannot be unpickled, return only the WorkerError.
         """
         cause = WorkerError(f"{self.summary}\n\n{self.text}" if self.text else self.summary, self.rank)
         try:

@@ -1,4 +1,4 @@
-"""CheckpointFormat: how a run's checkpoints are stored. Other file formats are added only through this interface."""
+"""CheckpointFormat: how a run's checkpoints are stored. All other file formats must implement this interface."""
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -15,23 +15,23 @@ from ..processes.ranks import Ranks
 class CheckpointFormat(Protocol):
     """Stores checkpoints in a format other than Legato's directories: `Trainer(checkpoint_format=MyFormat())`.
 
-    `contents` is a dict of plain containers, numbers, strings and tensors on any device; a resume is exact only if
-    `read` returns the values that `write` received. If the strategy shards states, their tensors are DTensors of which
-    each rank holds a shard. Legato pickles the format when it starts the processes of a run.
+    `contents` is a dict of plain containers, numbers, strings and tensors on any device. A resume is exact only if
+    `read` returns the values that `write` received. If the strategy shards states, their tensors are DTensors, and each
+    rank has a shard. Legato pickles the format when it starts the processes of a run.
     """
 
     def name(self, step: int) -> str:
-        """Return the default name of a step's checkpoint, or an absolute path outside the run directory."""
+        """Return the default name of the checkpoint of a step, or an absolute path outside the run directory."""
         ...
 
     def write(self, path: Path, contents: Mapping[str, Any], ranks: Ranks, run: str) -> None:
-        """Write a checkpoint completely or not at all; an existing checkpoint with this name is replaced.
+        """Write a checkpoint, completely or not at all. An existing checkpoint with this name is replaced.
 
         Args:
-            path: the checkpoint to write; its folder may be missing.
+            path: path of the checkpoint. Its parent folder may not exist yet.
             contents: the state of the run.
             ranks: the ranks that call this together: all ranks if states are sharded, otherwise only rank 0.
-            run: the id of the run, which `remove` receives later.
+            run: id of the run. `remove` later receives the same id.
 
         Raises CheckpointError, on every rank, if a value cannot be stored or writing fails.
         """
@@ -41,24 +41,25 @@ class CheckpointFormat(Protocol):
         """Return the contents of a checkpoint with tensors in host memory. All ranks in `ranks` must call this.
 
         Args:
-            path: the checkpoint, not yet verified.
+            path: path of the checkpoint, which has not been verified yet.
             ranks: the processes of the run.
-            names: names in the task's state dict, for files of other programs that add a prefix.
-            in_parts: keys under which a rank needs only its slices of sharded tensors; full tensors are fine too.
+            names: names in the task's state dict, for files of other programs that add a prefix to the names.
+            in_parts: keys of contents in which a rank needs only its slices of sharded tensors. Returning full tensors
+                is also allowed.
 
         Raises CheckpointError, on every rank, if the checkpoint is damaged.
         """
         ...
 
     def remove(self, path: Path, run: str) -> None:
-        """Delete a checkpoint that this run wrote. Raises CheckpointError for anything else."""
+        """Delete a checkpoint of the run with id `run`. Raises CheckpointError for anything else."""
         ...
 
 
 class DirectoryFormat:
-    """Legato's format: a directory with checksums and without pickle, which is sharded if the states are sharded."""
+    """Legato's format: a directory with checksums, without pickle. Sharded states are stored in shards."""
 
-    # only calls: checkpoints/ implements the format and knows no run or trainer
+    # This class only makes calls: checkpoints/ implements the format, without knowledge of runs and trainers.
 
     def name(self, step: int) -> str:
         """Return `step-00001200`."""

@@ -57,7 +57,7 @@ def contents(trainer: "Trainer", weights_only: bool) -> dict[str, Any]:
 
 
 def frozen_weights(task: nn.Module, weights: Mapping[str, Any], share: bool | None) -> set[str]:
-    """Return the names of weights that are stored once for all checkpoints.
+    """Return the names of the weights to store only once for all checkpoints.
 
     For `share`, see `Checkpoint.share_frozen`.
     """
@@ -69,7 +69,7 @@ def frozen_weights(task: nn.Module, weights: Mapping[str, Any], share: bool | No
 
 
 def training_states(trainer: "Trainer") -> dict[str, Any]:
-    """Return the states of optimizers, keyed by parameter names, and of schedulers. All ranks must call this."""
+    """Return the states of the optimizers (keyed by parameter name) and schedulers. All ranks must call this."""
     run, state_dicts = trainer.current_run, trainer.strategy.state_dicts
     return {
         "optimizer_states": [
@@ -81,9 +81,10 @@ def training_states(trainer: "Trainer") -> dict[str, Any]:
 
 
 def contents_after_workers(trainer: "Trainer", weights_only: bool) -> dict[str, Any]:
-    """Return the contents of a checkpoint after the run's worker processes, which held its optimizers, have exited.
+    """Return the contents of a checkpoint after the run's worker processes, with its optimizers, have exited.
 
-    The contents come from the run's newest checkpoint. Raises TaskError if that is not a checkpoint of the last step.
+    The contents are copied from the run's newest checkpoint. Raises TaskError if that checkpoint is not from the last
+    step.
     """
     if weights_only:
         return contents(trainer, weights_only)
@@ -100,7 +101,7 @@ def contents_after_workers(trainer: "Trainer", weights_only: bool) -> dict[str, 
 
 
 def require_step_done(trainer: "Trainer") -> None:
-    """Raise TaskError for a save during set-up or in the middle of a step, whose batches are not counted yet."""
+    """Raise TaskError during set-up and in the middle of a step, whose batches are not counted yet."""
     if not trainer.current_run.is_complete:
         raise TaskError(
             "save_checkpoint was called during set-up, before the run has optimizers. Call it in on_fit_start or "
@@ -117,7 +118,8 @@ def require_step_done(trainer: "Trainer") -> None:
 def hyperparameters_of(owner: "Hyperparameters", prefix: str = "") -> dict[str, Any]:
     """Return an object's hyperparameters for a checkpoint, under Lightning's keys.
 
-    Includes the name of the argument that held all of them, if there is one, and the names of omitted hyperparameters.
+    The result includes the names of omitted hyperparameters. If a single argument contained all hyperparameters, the
+    result also includes its name.
     """
     values, left_out = split_hyperparameters(owner)
     entries = {"hyper_parameters": values, "hparams_name": owner.__dict__.get("_hparams_name")}
@@ -128,13 +130,13 @@ def hyperparameters_of(owner: "Hyperparameters", prefix: str = "") -> dict[str, 
 
 
 class CallbackStates:
-    """States of the callbacks that have a state, by `state_key`."""
+    """Saves and loads the states of callbacks, by `state_key`."""
 
     def __init__(self, callbacks: "Sequence[Callback]") -> None:
         self.callbacks = callbacks
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states. Raises ConfigError if two callbacks have the same key."""
+        """Return the callbacks' states by key. Raises ConfigError if two callbacks have the same key."""
         states = {}
         for callback in self.callbacks:
             state = callback.state_dict()
@@ -146,14 +148,14 @@ class CallbackStates:
         return states
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the state of each callback that has one."""
+        """Load each callback's state, if `state` contains it."""
         for callback in self.callbacks:
             if callback.state_key in state:
                 callback.load_state_dict(state[callback.state_key])
 
 
 class PublishedMetrics:
-    """Values of `trainer.agreed_metrics`, which are equal on all ranks."""
+    """Saves and loads the values in `trainer.agreed_metrics`, which are equal on all ranks."""
 
     def __init__(self, trainer: "Trainer") -> None:
         self.trainer = trainer
@@ -164,6 +166,6 @@ class PublishedMetrics:
         return {name: float(value) for name, value in self.trainer.agreed_metrics.items()}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Publish the values again, marked as values of an earlier step."""
+        """Publish the values again, marked as measured at an earlier step."""
         self.trainer.agreed_metrics.update({name: torch.tensor(value) for name, value in state.items()})
         self.trainer.current_run.metrics.measured_at.update(dict.fromkeys(state, -1))

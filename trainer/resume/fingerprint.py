@@ -1,13 +1,13 @@
 """Fingerprint of a run: its effective settings, stored in each checkpoint as a flat dict.
 
-    samples.*                    settings that decide which samples make up a step
+    samples.*                    settings that determine the samples of each step
     training.*, schedulers.0.*   other settings that change the training
     optimizers.0.groups.1.lr     settings of parameter groups, which a resume restores from the checkpoint
     numerics.*                   settings and versions that change the last bits of a result
-    data.content                 the first batch that this run has read; a resume reads it again
+    data.content                 content of the first batch that the run read; a resume reads this batch again
 
-A resume compares the checkpoint's fingerprint with the current one (`compare`). A name that only one of them has is
-not reported.
+A resume compares the checkpoint's fingerprint with the current fingerprint (`compare`). Names that are in only one of
+the two are not reported.
 """
 
 import os
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 PLAIN = (bool, int, float, str, type(None))
 POSITION = {"base_lrs", "_last_lr"}
-"""Keys of a scheduler's state that follow from the optimizer's learning rate, which is compared separately."""
+"""Keys of a scheduler's state that depend only on the optimizer's learning rate, which is compared separately."""
 SCHEDULED = {"lr", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"}
 """Settings of a parameter group that a schedule depends on."""
 LAYOUT = {"threads", "cpu_capability", "cpu_features", "micro_batches", "optimizers", "tensor_shards"}
@@ -40,7 +40,7 @@ NOT_REFUSED = {"legato", "python", "numpy"}
 """Names below `numerics` that can affect a step only through its samples, which are compared by content."""
 ROUNDS = "batches of an epoch"
 LEFT_OUT_SAMPLES = "leave_out_samples"
-"""The only `samples` setting that may change within an epoch, even under `bitwise`; other samples keep their steps."""
+"""The only setting of samples that may change within an epoch, even under `bitwise`: no other sample moves."""
 CONTENT = "data.content"
 SAMPLES, LISTED = "samples of the dataset", "files of the dataset"
 DATA = (SAMPLES, LISTED, "dataset length")
@@ -66,13 +66,13 @@ class Changes:
     """Differences between a checkpoint and the run that resumes from it."""
 
     samples: list[SettingChange] = field(default_factory=list)
-    """Settings that decide which samples make up a step."""
+    """Settings that determine the samples of each step."""
     changed: list[SettingChange] = field(default_factory=list)
     """Other settings that change the training; the current value is used."""
     restored: list[SettingChange] = field(default_factory=list)
     """Settings restored from the checkpoint although their current values differ."""
     rounding: list[SettingChange] = field(default_factory=list)
-    """Differences that may change last bits, in a run that does not guarantee them."""
+    """Differences that may change the last bits of results, in a run that does not guarantee these bits."""
     end_epoch: bool = False
     """Whether the rest of the epoch is skipped because its steps would have different samples."""
 
@@ -90,7 +90,7 @@ def section_of(fingerprint: Mapping[str, Any] | None, section: str) -> dict[str,
 
 # --- computing --------------------------------------------------------------------------------------------------------
 def fingerprint_of(trainer: TrainerArguments, optimization: "Optimization") -> dict[str, Any]:
-    """Return the fingerprint of a run whose optimizers are new, without its samples and numerics."""
+    """Return the fingerprint of a run before its optimizers are loaded, without `samples.*` and `numerics.*`."""
     limit = trainer.gradient_clip_val or None  # 0 turns clipping off, as None does
     fingerprint: dict[str, Any] = {
         "training.reproducible": trainer.reproducible,
@@ -118,12 +118,12 @@ def fingerprint_of(trainer: TrainerArguments, optimization: "Optimization") -> d
 
 
 def samples_of(trainer: TrainerArguments, loader: Any, rounds: int | None, dealt_out: bool) -> dict[str, Any]:
-    """Return the settings that decide which samples make up a step, as far as the training loader reveals them.
+    """Return the settings that determine the samples of each step, as far as the training loader reveals them.
 
     Args:
-        rounds: batches of each replica in an epoch, None if unknown.
-        dealt_out: True if Legato shards the samples across processes, False if each process's loader yields its own
-            share.
+        rounds: number of batches of each replica in an epoch; None if unknown.
+        dealt_out: True if Legato shards the samples across processes, False if each process's loader yields a
+            different share.
     """
     settings: dict[str, Any] = {
         "accumulate_grad_batches": trainer.accumulate_grad_batches,
@@ -141,7 +141,7 @@ def samples_of(trainer: TrainerArguments, loader: Any, rounds: int | None, dealt
 
 
 def _describe_loader(loader: Any, dealt_out: bool) -> dict[str, Any]:
-    """Return the loader settings that determine its samples. Omits the length if the loader may yield a share."""
+    """Return the settings that determine a loader's samples, without the length if the loader may yield a share."""
     batch_sampler, sampler = getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)
     dataset = getattr(loader, "dataset", None)
     samples = length_of(dataset) if dataset is not None else length_of(loader)
@@ -152,7 +152,7 @@ def _describe_loader(loader: Any, dealt_out: bool) -> dict[str, Any]:
         chosen = batch_sampler if is_custom else sampler
         order = None if is_custom else is_plain_shuffle(sampler, samples)
         order = type(chosen).__name__ if order is None else order
-    # the workers of a stream read shares of it and take turns, so their number decides which samples form a batch
+    # each worker reads a share of a stream, and workers take turns, so their number determines the samples of a batch
     workers = {"num_workers": loader.num_workers} if isinstance(dataset, IterableDataset) else {}
     return {
         "batch_size": _plain_or_missing(getattr(loader, "batch_size", None)),
@@ -165,7 +165,7 @@ def _describe_loader(loader: Any, dealt_out: bool) -> dict[str, Any]:
 
 
 def describe_files(dataset: Any) -> str | None:
-    """Return the number of files that an attribute of a dataset lists, with a hash of some names and sizes."""
+    """Return the number of files in a dataset's list of files, with a hash of some of their names and sizes."""
     while getattr(dataset, "dataset", None) is not None:  # a Subset
         dataset = dataset.dataset
     for listed in getattr(dataset, "__dict__", {}).values():
@@ -185,7 +185,7 @@ def _path_of(item: Any) -> str:
 
 
 def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the plain settings of an optimizer's parameter group, without those that choose a kernel."""
+    """Return the plain settings of an optimizer's parameter group, without those that select a kernel."""
     values = {name: _plain_or_missing(value) for name, value in group.items() if name not in ("params", *kernels.FLAGS)}
     return {name: value for name, value in values.items() if value is not MISSING}
 
@@ -204,7 +204,7 @@ def _flat(value: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def _plain_or_missing(value: Any) -> Any:
-    """Return a number, text, or a container of these as plain values; MISSING for anything else."""
+    """Convert a number, a string or a container of these to plain values. Return MISSING for anything else."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:  # a learning rate may be a tensor
         return value.item()
     if isinstance(value, PLAIN):
@@ -220,11 +220,11 @@ def _plain_or_missing(value: Any) -> Any:
 
 # --- comparing --------------------------------------------------------------------------------------------------------
 def compare(saved: Mapping[str, Any], current: Mapping[str, Any], rescheduled: Collection[int], exact: bool) -> Changes:
-    """Return the differences between a checkpoint's fingerprint and the current run's.
+    """Return the differences between a checkpoint's fingerprint and that of the current run.
 
     Args:
         rescheduled: optimizers whose learning rates follow a new schedule after the resume.
-        exact: True if machine-dependent numerics count as changed settings.
+        exact: True to report machine-dependent numerics as changed settings.
     """
     changes = Changes()
     for name, now in current.items():
@@ -240,8 +240,8 @@ def compare(saved: Mapping[str, Any], current: Mapping[str, Any], rescheduled: C
             changes.rounding.append(SettingChange(rest, saved[name], now))
         else:
             changes.changed.append(SettingChange(rest, saved[name], now))
-    # A limit that keeps the number of batches changes nothing, and other changes explain a new number of batches.
-    # Neither is reported.
+    # Two differences are not reported: a new limit that leaves the number of batches unchanged, and a new number of
+    # batches that other changes explain.
     names, rounds = {change.name for change in changes.samples}, current.get(f"samples.{ROUNDS}")
     explained = {"limit_train_batches"} if ROUNDS not in names and rounds is not None else set()
     explained |= {ROUNDS} if names - {ROUNDS} else set()
@@ -250,12 +250,12 @@ def compare(saved: Mapping[str, Any], current: Mapping[str, Any], rescheduled: C
 
 
 def is_elsewhere(saved: Mapping[str, Any]) -> bool:
-    """Return whether the checkpoint comes from a machine on which the same samples may differ in their last bits."""
+    """Return whether samples may differ in their last bits from those on the machine that wrote the checkpoint."""
     now = {"torch": str(torch.__version__), "numpy": np.__version__, **processor()}
     return any(saved.get(f"numerics.{name}") != value for name, value in now.items())
 
 
 def follows_schedule(name: str, rescheduled: Collection[int]) -> bool:
-    """Return whether a new schedule decides this setting of a parameter group."""
+    """Return whether a new schedule determines this setting of a parameter group."""
     section, index, *_, setting = name.split(".")
     return section == "optimizers" and int(index) in rescheduled and setting in SCHEDULED

@@ -1,4 +1,4 @@
-"""Hyperparameters that checkpoints leave out because they are code; a checkpoint stores their names."""
+"""Hyperparameters that are code, such as functions: a checkpoint stores only their names."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -15,17 +15,17 @@ if TYPE_CHECKING:
 log = logging.getLogger("legato")
 
 LEFT_OUT = "hyper_parameters_left_out"
-"""Key in a checkpoint: the names of hyperparameters that it does not hold."""
+"""Key in a checkpoint for the names of the hyperparameters that it does not contain."""
 BUILT = "hyper_parameters_built"
-"""Key in a checkpoint: the names of hyperparameters that it holds as the configs that build them."""
+"""Key in a checkpoint for the names of the hyperparameters that it stores as configs from which they are rebuilt."""
 
 
 def split_hyperparameters(owner: "Hyperparameters") -> tuple[dict[str, Any], list[str]]:
-    """Return the hyperparameters that a checkpoint can hold, and the names of the rest."""
+    """Return the hyperparameters that a checkpoint can store, and the names of all other hyperparameters."""
     plain = plain_hyperparameters(owner)
     values = {}
     for name, value in plain.items():
-        # the encoder decides: a separate list of storable types could differ from it
+        # the encoder decides, because a separate list of types could differ from what the encoder accepts
         with suppress(CheckpointError):
             flatten({name: value})
             values[name] = value
@@ -33,10 +33,10 @@ def split_hyperparameters(owner: "Hyperparameters") -> tuple[dict[str, Any], lis
 
 
 def tell_left_out(owners: Mapping[str, "Hyperparameters | None"], contents: Mapping[str, Any]) -> None:
-    """Warn, once per task or data module, about hyperparameters that the checkpoint does not hold.
+    """Warn, once per task or data module, about hyperparameters that the checkpoint does not contain.
 
     Args:
-        owners: task and data module, by the prefix of their keys in the contents.
+        owners: the task and the data module, by the prefix of their keys in the contents.
     """
     for prefix, owner in owners.items():
         names = contents.get(prefix + LEFT_OUT)
@@ -46,7 +46,7 @@ def tell_left_out(owners: Mapping[str, "Hyperparameters | None"], contents: Mapp
 
 
 def require_hyperparameters(kind: type, left_out: Sequence[str], replaced: Mapping[str, Any]) -> None:
-    """Raise CheckpointError if `replaced` lacks a hyperparameter that the checkpoint leaves out."""
+    """Raise CheckpointError if `replaced` lacks a hyperparameter that the checkpoint does not contain."""
     names = [name for name in left_out if name not in replaced]
     if names:
         raise CheckpointError(_advice(kind, names))

@@ -1,4 +1,4 @@
-"""Converts optimizer states between parameter names, for checkpoints, and parameter numbers, for torch."""
+"""Converts optimizer states between parameter names (in checkpoints) and parameter numbers (in torch)."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,9 +10,10 @@ Names = Sequence[Sequence[str]]
 
 
 def named(state: dict[str, Any], names: Names | None) -> dict[str, Any]:
-    """Return an optimizer's state dict keyed by parameter names. Without names or torch's keys, returns it unchanged.
+    """Return an optimizer's state dict with its states keyed by parameter names instead of numbers.
 
-    With numbers, states would go to the wrong parameters if the order of the parameters changed.
+    If the states were keyed by number, they would be loaded into the wrong parameters after a change of the parameters'
+    order. If there are no names, or if the state dict lacks torch's keys, return it unchanged.
     """
     if names is None or not {"state", "param_groups"} <= state.keys():
         return state
@@ -24,14 +25,14 @@ def named(state: dict[str, Any], names: Names | None) -> dict[str, Any]:
 
 
 def numbered(kind: str, state: Mapping[str, Any], names: Names | None) -> tuple[dict[str, Any], list[int]]:
-    """Convert a state dict from `named` to current parameter numbers. Also return each current group's saved index.
+    """Return a state dict from `named`, keyed by the current parameter numbers, and the saved index of each group.
 
-    Groups are matched by the names in them, so the order of groups and of their parameters may change. If `names` is
-    None, the saved order is kept. Raises CheckpointError if a parameter is new, missing or in another group.
+    Groups are matched by their parameters' names, so the order of groups and parameters may change. If `names` is None,
+    the saved order is kept. Raises CheckpointError if a parameter is new, missing or in another group.
     """
     saved = [group["params"] for group in state.get("param_groups", ())]
     if not saved or not all(isinstance(name, str) for group in saved for name in group):
-        return dict(state), []  # without torch's keys, or keyed by numbers as under ddp_rpc
+        return dict(state), []  # the state lacks torch's keys, or is keyed by number as under ddp_rpc
     names = saved if names is None else names
     groups = _match_groups(kind, saved, names)
     numbers = {name: number for number, name in enumerate(name for group in names for name in group)}
@@ -64,7 +65,7 @@ def _match_groups(kind: str, saved: Names, names: Names) -> list[int]:
 
 
 def differences(missing: list[str], unexpected: list[str], shapes: Sequence[str] = ()) -> str:
-    """Describe how the names of a checkpoint differ from those of a run."""
+    """Describe how the parameter names of a checkpoint differ from those of a run."""
     clauses = (("it lacks", missing), ("it has unknown", unexpected), ("other shapes:", sorted(shapes)))
     return "; ".join(_few(words, names) for words, names in clauses if names)
 

@@ -1,4 +1,4 @@
-"""Builds tasks and data modules from a checkpoint: `load_from_checkpoint`."""
+"""Builds tasks and data modules from checkpoints, for `load_from_checkpoint`."""
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
@@ -25,7 +25,7 @@ Built = TypeVar("Built", bound=Hyperparameters)
 TaskType = TypeVar("TaskType", bound="Task")
 DataModuleType = TypeVar("DataModuleType", bound="DataModule")
 MapLocation = torch.device | str | int | Callable[..., Any] | Mapping[str, str] | None
-"""Device of the weights. A callable, as in torch.load, is ignored: the weights stay on the host."""
+"""Device of the weights. A callable, as in torch.load, is ignored, and the weights remain on the CPU."""
 
 
 def rebuild_task(
@@ -43,7 +43,7 @@ def rebuild_task(
     """
     saved = dict(source) if isinstance(source, Mapping) else reading.read(source)
     task = _build_from_checkpoint(kind, saved, "", hparams_file, replaced)
-    task.configure_model()  # a task may make its model here
+    task.configure_model()  # a task may create its model here
     if not isinstance(source, Mapping) and is_file(source):
         # only now, because the task's parameter names show whether "module." is DDP's prefix or an attribute
         saved["state_dict"] = plain_names(source, saved["state_dict"], task.state_dict().keys())
@@ -75,12 +75,12 @@ def _build_from_checkpoint(
     hparams_file: str | Path | None,
     replaced: Mapping[str, Any],
 ) -> Built:
-    """Call `kind` with the checkpoint's hyperparameters, updated by the file's and then by `replaced`.
+    """Call `kind` with the checkpoint's hyperparameters. Values in the file and then in `replaced` take precedence.
 
     Raises CheckpointError if an argument is missing.
     """
     parameters = inspect.signature(kind).parameters
-    # Lightning's files may hold more hyperparameters than __init__ takes
+    # Lightning's files may contain more hyperparameters than __init__ accepts
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     values = dict(saved.get(f"{prefix}hyper_parameters") or {}) | _read_hparams_file(hparams_file)
     for name in saved.get(prefix + BUILT) or ():
@@ -116,7 +116,7 @@ def _read_hparams_file(path: str | Path | None) -> dict[str, Any]:
 
 
 def _as_attributes(value: Any) -> Any:
-    """Convert nested mappings to dicts whose keys are also attributes, as some of the original mappings allowed."""
+    """Convert nested mappings to dicts with attribute access, which some of the original mappings also had."""
     if isinstance(value, dict):
         return AttributeDict({key: _as_attributes(item) for key, item in value.items()})
     if type(value) in (list, tuple):
@@ -125,15 +125,18 @@ def _as_attributes(value: Any) -> Any:
 
 
 def averaging_state(contents: Mapping[str, Any], but: Iterable[str] = ()) -> Mapping[str, Any] | None:
-    """Return the state of the callback whose averages evaluation uses, ignoring the callback keys in `but`."""
+    """Return the state of the callback whose averaged weights are used for evaluation; None if there is none.
+
+    Callbacks whose keys are in `but` are ignored.
+    """
     saved = contents.get("callbacks", {})
     states = [saved[key] for key in saved if key not in but and isinstance(saved[key], Mapping)]
-    # StochasticWeightAveraging, whose state has "rates_before", evaluates its averages only after training
+    # StochasticWeightAveraging, whose state has "rates_before", uses its averages for evaluation only after training
     return next((state for state in states if state.get("averages") and "rates_before" not in state), None)
 
 
 def averaged_weights(contents: Mapping[str, Any], but: Iterable[str] = ()) -> Any:
-    """Return the weights with which the run was evaluated: the averaged ones if the checkpoint holds any."""
+    """Return the weights with which the run was evaluated: the averaged weights if the checkpoint has any."""
     state, weights = averaging_state(contents, but), contents.get("state_dict")
     if state is None or weights is None:
         return weights

@@ -29,8 +29,8 @@ log = logging.getLogger("legato")
 def start_state(trainer: "Trainer", saved: Mapping[str, Any] | None) -> None:
     """Set the trainer's state to the start of a run or to a checkpoint's state.
 
-    A run keeps its seed. If the trainer's seed differs, it is ignored with a message. Raises ConfigError if the trainer
-    asks for a different number of replicas.
+    A resumed run keeps its seed: if the trainer's seed differs, a message says that it is ignored. Raises ConfigError
+    if the trainer has a different number of replicas.
     """
     state, asked, processes = trainer.state, trainer.replicas, trainer.strategy.data_ranks.size
     if saved is not None and "state" in saved:
@@ -40,7 +40,8 @@ def start_state(trainer: "Trainer", saved: Mapping[str, Any] | None) -> None:
                 f"trainer.replicas={asked}, but the run started with {restored.replicas} replicas and keeps them. "
                 f"Leave trainer.replicas out to resume it; up to {restored.replicas} processes can run it."
             )
-        # the seed decides the order of samples: half an epoch in each order would repeat some samples and miss others
+        # The seed determines the order of samples. If it changed within an epoch, the epoch would repeat some samples
+        # and miss others.
         if trainer.seed != restored.seed and trainer.is_global_zero:
             log.info("The run keeps its original seed, %d; seed=%d is ignored.", restored.seed, trainer.seed)
         vars(state).update(restored.to_dict())
@@ -60,22 +61,22 @@ def start_state(trainer: "Trainer", saved: Mapping[str, Any] | None) -> None:
 def load_task_weights(
     task: "Task", saved: Mapping[str, Any], strict: bool, state_dicts: "StateDicts | None" = None
 ) -> None:
-    """Load a checkpoint's weights, through `state_dicts` for a sharded task.
+    """Load a checkpoint's weights. For a sharded task, `state_dicts` loads them.
 
-    Raises CheckpointError with the names of parameters that differ.
+    Raises CheckpointError, with the names of the parameters that differ.
     """
     weights, task_weights = saved.get("state_dict"), task.state_dict()
     if not isinstance(weights, Mapping):
         raise CheckpointError("The checkpoint holds no weights ('state_dict').")
     missing, unexpected = sorted(task_weights.keys() - weights.keys()), sorted(weights.keys() - task_weights.keys())
-    # only of tensors: a module's get_extra_state may return any object
+    # only tensors have shapes: a module's get_extra_state may return any object
     pairs = {name: (weights[name], task_weights[name]) for name in task_weights.keys() & weights.keys()}
     shapes = [
         f"{name}: {tuple(stored.shape)} in the checkpoint, {tuple(current.shape)} in the task"
         for name, (stored, current) in pairs.items()
         if hasattr(stored, "shape") and hasattr(current, "shape") and stored.shape != current.shape
     ]
-    # torch would load the weights that fit before it raises, which leaves the task half loaded
+    # torch would load the weights that fit before it raises an error, which would leave the task half loaded
     if shapes or (strict and (missing or unexpected)):
         problem = differences(missing, unexpected, shapes)
         hint = did_you_mean(missing[0], unexpected) if missing and unexpected else ""
@@ -88,9 +89,9 @@ def load_task_weights(
 
 # --- optimizers -------------------------------------------------------------------------------------------------------
 def add_saved_groups(task: "Task", optimizers: Sequence[Optimizer], saved: Mapping[str, Any]) -> None:
-    """Add the parameter groups that the saved run added after configure_optimizers (finetuning) to the optimizers.
+    """Add to the optimizers the parameter groups that the saved run added after configure_optimizers (finetuning).
 
-    Only groups with a frozen parameter are added: any other missing group means that configure_optimizers has changed,
+    Only groups with a frozen parameter are added. If any other group is missing, configure_optimizers has changed,
     which is an error.
     """
     parameters = dict(task.named_parameters())
@@ -98,13 +99,13 @@ def add_saved_groups(task: "Task", optimizers: Sequence[Optimizer], saved: Mappi
         for group in state.get("param_groups", ())[len(optimizer.param_groups) :]:
             added = [parameters[name] for name in group["params"] if name in parameters]
             if len(added) == len(group["params"]) and not all(parameter.requires_grad for parameter in added):
-                # with its settings, or the fingerprint would describe torch's defaults until all settings are loaded
+                # with its settings: otherwise, the fingerprint would contain torch's defaults until they are loaded
                 optimizer.add_param_group({**group, "params": added})
 
 
 # --- learning rate schedulers -----------------------------------------------------------------------------------------
 class Replay(NamedTuple):
-    """Result of advancing a learning rate scheduler with changed settings to the saved step."""
+    """Result of advancing a learning rate scheduler, whose settings have changed, to the saved step."""
 
     optimizer: int
     """Index of the scheduler's optimizer."""
@@ -113,10 +114,10 @@ class Replay(NamedTuple):
 
 
 def replay_schedules(trainer: "Trainer", saved: Mapping[str, Any], before: Mapping[str, Any]) -> dict[int, Replay]:
-    """Advance each scheduler whose settings have changed to the saved step; return the replays by index.
+    """Advance each scheduler whose settings have changed to the saved step. Return the replays by scheduler index.
 
-    The learning rate then follows the current schedule. Three kinds are not replayed: ReduceLROnPlateau, schedulers
-    that the task steps, and several schedulers of one optimizer, because each multiplies the others' results.
+    The learning rate then follows the current schedule. Schedulers are not replayed if they use ReduceLROnPlateau, if
+    the task steps them, or if an optimizer has several of them, because each multiplies the others' results.
     """
     optimization, replays = trainer.current_run.optimization, {}
     optimizers = [getattr(optimizer, "original", optimizer) for optimizer in optimization.optimizers]
@@ -125,8 +126,8 @@ def replay_schedules(trainer: "Trainer", saved: Mapping[str, Any], before: Mappi
         changed = changed_schedule(trainer, before, index)
         if not changed:
             continue
-        # Replayed, not restored: with the old state and a new length a cosine rises again, because torch multiplies
-        # the current rate. In a test the rate rose from 3.9e-7 to 9.2e-4.
+        # Replayed, not restored: with the old state and a new length, a cosine schedule would rise again, because torch
+        # multiplies the current rate. In a test, the rate rose from 3.9e-7 to 9.2e-4.
         scheduler, optimizer, by_task = config.scheduler, scheduled[index], optimization.own_scheduler_step
         if (
             isinstance(scheduler, LRScheduler)
@@ -146,7 +147,7 @@ def replay_schedules(trainer: "Trainer", saved: Mapping[str, Any], before: Mappi
 
 
 def _other_class(name: str, was: str, now: str) -> CheckpointError:
-    # torch would load the state with its old settings, and fail in the first step or train with them
+    # torch would load the old state, and then fail in the first step or train with the old settings
     return CheckpointError(
         f"The checkpoint's {name} is {was}, but the task now returns {now}, which cannot load that state. Return "
         f"{was} from configure_optimizers, or start a new run from the weights alone (load_from_checkpoint)."
@@ -154,7 +155,7 @@ def _other_class(name: str, was: str, now: str) -> CheckpointError:
 
 
 def changed_schedule(trainer: "Trainer", before: Mapping[str, Any], index: int) -> dict[str, tuple[Any, Any]]:
-    """Return the settings of a scheduler that differ from the checkpoint: name -> (saved value, current value)."""
+    """Return the saved and the current value of each scheduler setting that differs from the checkpoint, by name."""
     now = fingerprint.section_of(trainer.current_run.fingerprint, f"schedulers.{index}")
     was = fingerprint.section_of(before, f"schedulers.{index}")
     return {name: (was[name], now[name]) for name in now.keys() & was.keys() if was[name] != now[name]}
@@ -165,7 +166,7 @@ def _has_plateau(scheduler: Any) -> bool:
 
 
 def _replay(scheduler: Any, optimizer: Any, steps: int) -> list[dict[str, Any]]:
-    """Advance a new scheduler (4 us a step) and return the changed settings of the parameter groups."""
+    """Advance a new scheduler (4 us per step), and return the settings that change in each parameter group."""
     before = [fingerprint.settings_of(group) for group in optimizer.param_groups]
     mark_stepped(optimizer, True)  # otherwise the scheduler warns that the optimizer has not stepped
     try:
@@ -187,7 +188,7 @@ def _replay(scheduler: Any, optimizer: Any, steps: int) -> list[dict[str, Any]]:
 def load_schedulers(
     trainer: "Trainer", saved: Mapping[str, Any], before: Mapping[str, Any], replays: Mapping[int, Replay]
 ) -> list[SettingChange]:
-    """Load the schedulers' states but keep changed settings; return the changes of learning rates."""
+    """Load the schedulers' states except for changed settings, and return the changes in learning rates."""
     rates = []
     for index, config in enumerate(trainer.current_run.optimization.schedulers):
         scheduler, state = config.scheduler, saved["lr_schedulers"][index]
@@ -208,14 +209,15 @@ def load_schedulers(
 def find_changes(
     trainer: "Trainer", before: Mapping[str, Any], rescheduled: Collection[int], reordered: Collection[int]
 ) -> Changes:
-    """Return on every rank how rank 0's settings differ from those of the saved run. All ranks must call this.
+    """Return, on every rank, how rank 0's settings differ from those of the saved run. All ranks must call this.
 
     Args:
         before: the checkpoint's fingerprint, with groups in the current order.
         rescheduled: see `fingerprint.compare`.
         reordered: optimizers whose parameters are in a different order.
 
-    Raises ConfigError, on every rank, if samples change in the middle of an epoch or `bitwise` forbids a difference.
+    Raises ConfigError, on every rank, if the samples of a step would change in the middle of an epoch, or if `bitwise`
+    does not allow a difference.
     """
     run, state = trainer.current_run, trainer.state
     samples, numerics = fingerprint.below("samples", run.data.samples), fingerprint.below("numerics", run.numerics)
@@ -229,7 +231,7 @@ def find_changes(
         )
     order = ("saved order", "matched by name")
     changes.changed += [SettingChange(f"optimizers.{index}.params", *order) for index in reordered]
-    # ranks may see different values (threads, the length of a share of the data), but must make the same decision
+    # ranks may have different values (threads, the length of a share of the data) but must make the same decision
     changes = cast(Changes, trainer.strategy.collectives.broadcast(changes))
     dealt_out = fingerprint.section_of(before, "samples")
     is_done = bool(dealt_out) and dealt_out[fingerprint.ROUNDS] == state.epoch_rounds
@@ -259,7 +261,7 @@ def _list_changes(changes: Sequence[SettingChange]) -> str:
 
 
 def log_changes(trainer: "Trainer", changes: Changes, rates: Sequence[SettingChange]) -> None:
-    """Log the differences from the saved run on rank 0, and whether the run uses the new or the saved values."""
+    """On rank 0, log the differences from the saved run, and whether the new or the saved values are used."""
     rounding = f"From here on, last bits may differ: {_list_changes(changes.rounding)}." if changes.rounding else ""
     if not trainer.is_global_zero or not (changes.samples or changes.changed or changes.restored):
         if trainer.is_global_zero and rounding:
@@ -282,10 +284,11 @@ def log_changes(trainer: "Trainer", changes: Changes, rates: Sequence[SettingCha
 
 # --- the complete state -----------------------------------------------------------------------------------------------
 def load_rest(trainer: "Trainer", saved: Mapping[str, Any], resumes: bool) -> None:
-    """Load everything but loop state and weights from a checkpoint.
+    """Load everything except the loop state and the weights from a checkpoint.
 
     Args:
-        resumes: True if the run resumes from the checkpoint, False if another process of an elastic run sent it.
+        resumes: True if the run resumes from a stored checkpoint, False if another process of an elastic run sent the
+            contents.
     """
     run, state_dicts = trainer.current_run, trainer.strategy.state_dicts
     optimizers = run.optimization.optimizers
@@ -304,7 +307,7 @@ def load_rest(trainer: "Trainer", saved: Mapping[str, Any], resumes: bool) -> No
             reordered.append(index)
         states.append(state)
     # The order matters: a replay changes the settings of the optimizers' groups, loading the optimizers restores the
-    # saved ones, and load_schedulers sets those of replayed schedules again.
+    # saved settings, and load_schedulers applies the settings of replayed schedules again.
     if resumes:
         replays = replay_schedules(trainer, saved, before)
         rescheduled = {replay.optimizer for replay in replays.values()}
@@ -317,7 +320,7 @@ def load_rest(trainer: "Trainer", saved: Mapping[str, Any], resumes: bool) -> No
         # otherwise a learning rate scheduler warns if the resumed run starts with the end of an epoch
         mark_stepped(optimizer, trainer.global_step > 0)
     log_changes(trainer, changes, load_schedulers(trainer, saved, before, replays))
-    # from here on, the saved settings are the run's settings, also for the next resume
+    # from now on, the saved settings are the run's settings, including for the next resume
     keys = {name for name in run.fingerprint if name.startswith("optimizers.") and name in before}
     run.fingerprint.update({name: before[name] for name in keys if not fingerprint.follows_schedule(name, rescheduled)})
     for name, component in run.parts().items():
@@ -326,7 +329,7 @@ def load_rest(trainer: "Trainer", saved: Mapping[str, Any], resumes: bool) -> No
 
 
 def _require_complete(trainer: "Trainer", saved: Mapping[str, Any]) -> None:
-    """Raise CheckpointError if a checkpoint holds only weights, or a different number of optimizers or schedulers."""
+    """Raise CheckpointError if a checkpoint contains only weights, or other numbers of optimizers or schedulers."""
     run = trainer.current_run
     if "state" not in saved:
         foreign = run.source is not None and is_file(to_location(run.source))
@@ -346,7 +349,7 @@ def _require_complete(trainer: "Trainer", saved: Mapping[str, Any]) -> None:
 
 
 def _in_current_order(before: Mapping[str, Any], index: int, places: Sequence[int]) -> dict[str, Any]:
-    """Return the saved settings of an optimizer's groups, keyed by the current numbers of the groups."""
+    """Return the saved settings of an optimizer's groups, keyed by the groups' current numbers."""
     groups = [fingerprint.section_of(before, f"optimizers.{index}.groups.{place}") for place in places]
     return {
         name: value

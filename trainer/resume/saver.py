@@ -45,14 +45,14 @@ UNWRITABLE = (
     errno.ENOSPC,
     errno.EDQUOT,
 )
-"""Operating system errors that mean that a folder is not writable."""
+"""Operating system errors that show that a folder is not writable."""
 
 
 class Saver:
     """Writes, cleans up and removes the checkpoints of a trainer's runs, one operation at a time.
 
-    A background save finishes before any other operation starts: two operations at once would delete each other's files
-    and, with sharded states, use one process group from two threads.
+    Every operation first waits for a background save to finish. Otherwise, the two operations could delete each other's
+    files and, if states are sharded, would use one process group from two threads.
     """
 
     def __init__(self, trainer: "Trainer") -> None:
@@ -60,7 +60,7 @@ class Saver:
         self.format: CheckpointFormat = trainer.checkpoint_format or DirectoryFormat()
         self.writer = Writer()
         self.run_id = ""
-        """Id of the run, stored in the manifest of each checkpoint; a resume keeps it."""
+        """Id of the run, stored in the manifest of each checkpoint. A resumed run keeps its id."""
         self.locks: dict[Location, RunLock | ObjectLock] = {}
         """Locks of the folders that this process may write to."""
         self._run_dir: os.stat_result | None = None
@@ -74,7 +74,7 @@ class Saver:
     # --- locks ------------------------------------------------------------------------------------------------------
     def hold(self, folder: Location, stage: str, patient: bool = False) -> None:
         """Lock a folder until `release`. Raises ConfigError if another run has locked it."""
-        # a folder has one lock, whatever link names it
+        # a folder has one lock, even if it is reached through different links
         folder = folder.resolve()
         if folder not in self.locks:
             lock = lock_of(folder, stage)
@@ -93,7 +93,7 @@ class Saver:
         """Lock a folder of checkpoints on rank 0. All ranks must call this.
 
         Args:
-            patient: whether rank 0 is now another process.
+            patient: True if another process has become rank 0. Rank 0 then waits longer for the lock to be released.
 
         Raises ConfigError, on every rank, if another run has locked the folder, or if a new run would overwrite another
         run's checkpoints in it.
@@ -124,7 +124,7 @@ class Saver:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Replace an OSError in this context with an error that names the run directory if it is not writable."""
+        """In this context, replace an OSError with a ConfigError if the run directory is not writable."""
         self.require_run_dir()
         try:
             yield
@@ -141,17 +141,17 @@ class Saver:
         if folder is None or self._run_dir is None:
             return
         with suppress(OSError):
-            # compare identities, because another run may have made a new folder with this name
+            # compare identities, because another run may have created a new folder with this name
             if os.path.samestat(folder.stat(), self._run_dir):
                 return
         raise run_directory_gone(folder)
 
     # --- saving -----------------------------------------------------------------------------------------------------
     def require_storable(self) -> None:
-        """Raise CheckpointError before training if a checkpoint cannot hold the run's state. All ranks must call this.
+        """Raise CheckpointError if a checkpoint cannot store the run's state. All ranks must call this before training.
 
-        Values that on_save_checkpoint adds are checked only during a save, because a hook may need attributes that are
-        only set during training.
+        Values that on_save_checkpoint adds are checked only during a save, because the hook may need attributes that
+        are only set during training.
         """
         run, trainer, savers = self.trainer.current_run, self.trainer, self.trainer.checkpoint_callbacks
         if not isinstance(self.format, DirectoryFormat) or not savers or trainer.fast_dev_run:
@@ -168,10 +168,11 @@ class Saver:
         """Write a checkpoint of the current state, after any pending logging point. All ranks must call this.
 
         Args:
-            share_frozen: see `Checkpoint`. Other checkpoints hold all weights, because they may be stored anywhere.
+            share_frozen: see `Checkpoint`. The default, False, stores all weights in the checkpoint, because it may be
+                stored anywhere.
 
-        Raises CheckpointError if the save fails, or if the previous background save failed; in that case a plain save
-        is written before the error is raised.
+        Raises CheckpointError if the save fails or if the previous background save failed. After a failed background
+        save, a save in the foreground still writes its checkpoint before it raises the error.
         """
         self._for_format(path)  # check the path before the background writer gets it
         trainer = self.trainer
@@ -179,8 +180,8 @@ class Saver:
             if trainer.strategy.task is None:
                 self._write(path, contents_after_workers(trainer, weights_only), False)
                 return
-            # The point of this step is logged before its checkpoint is saved: if the run is killed in between, a resume
-            # loses no point and logs none twice.
+            # The values of this step are logged before its checkpoint is saved. If the run is killed in between, a
+            # resume then neither loses logged values nor logs them twice.
             if trainer.training and trainer.global_step and trainer.current_run.schedule.is_point():
                 trainer.log_step()
             # on all ranks: a checkpoint with NaN weights is useless for a resume
@@ -196,7 +197,7 @@ class Saver:
         trainer, run = self.trainer, self.trainer.current_run
         saved = contents(trainer, weights_only)
         if trainer.is_global_zero:
-            if isinstance(self.format, DirectoryFormat):  # another format may be able to hold them
+            if isinstance(self.format, DirectoryFormat):  # another format may be able to store them
                 tell_left_out({"": run.task, "datamodule_": run.datamodule}, saved)
             # a resume counts these points as logged, so they must be on disk before the checkpoint
             with self.writing():
@@ -213,7 +214,7 @@ class Saver:
             log.debug("Checkpoint %s%s", path, ", in the background" if asynchronous else "")
 
     def _store_config(self) -> None:
-        """Store the config of a resumed start once it has trained a step."""
+        """Store the config of a resumed run once the run has trained a step."""
         trainer, run = self.trainer, self.trainer.current_run
         text, source = trainer.config_text, run.source
         if text is None or trainer.run_dir is None or run.stage != "fit" or not run.resumes_same_run or source is None:
@@ -224,10 +225,10 @@ class Saver:
             run.run_file.store_config(trainer.run_dir, config_of(text, trainer.explicit_config))
 
     def save_after_error(self, path: Location, weights_only: bool = False) -> bool:
-        """Write a checkpoint of the last finished step from an `on_exception` hook; return whether it was written.
+        """Write a checkpoint of the last finished step from an `on_exception` hook. Return whether it was written.
 
-        A step or validation in progress is dropped, and a resume repeats it. With several processes nothing is written,
-        because other processes may have failed or be in another step.
+        A step or validation in progress is dropped, and a resume repeats it. If the run has several processes, nothing
+        is written, because other processes may have failed or may be in another step.
         """
         trainer, run = self.trainer, self.trainer.current_run
         if run.stage != "fit" or not run.is_complete or not trainer.global_step:
@@ -286,19 +287,19 @@ class Saver:
         return self.format.read(self._for_format(path), ranks, names, in_parts)
 
     def own_in(self, folder: Location) -> dict[str, int]:
-        """Return the steps of this run's checkpoints in a folder, by name."""
+        """Return the step of each of this run's checkpoints in a folder, by the checkpoint's name."""
         paths = [path for path in find.checkpoints_in(folder) if find.is_checkpoint_of(self.run_id, path)]
         return {path.name: find.checkpoint_step(path) for path in paths}
 
     def read_index(self, folder: Location) -> CheckpointIndex | None:
-        """Return the index of a folder of checkpoints; None if it is missing or another program wrote it."""
+        """Return the index of a folder of checkpoints; None if it is missing or was written by another program."""
         return folder_at(folder).read_index()
 
     def write_index(self, folder: Location, index: CheckpointIndex) -> None:
-        """Write the index of a folder of checkpoints on rank 0; any rank may call this."""
+        """Write the index of a folder of checkpoints. Does nothing on ranks other than 0."""
         if not self.trainer.is_global_zero:
             return
-        # do not fail here on one rank: the next save fails for the same reason on all ranks
+        # do not fail here on a single rank: the next save will fail for the same reason on all ranks
         try:
             self.require_run_dir()
             folder_at(folder).make()
@@ -310,7 +311,7 @@ class Saver:
 
     # --- removing ---------------------------------------------------------------------------------------------------
     def remove(self, path: Location) -> None:
-        """Delete a checkpoint of this run on rank 0; any rank may call this.
+        """Delete a checkpoint of this run. Does nothing on ranks other than 0.
 
         Raises CheckpointError if an earlier save failed, or if the path is not a checkpoint of this run.
         """
@@ -319,7 +320,7 @@ class Saver:
             self.format.remove(self._for_format(path), self.run_id)
 
     def discard(self, path: Location) -> None:
-        """Delete a checkpoint that is no longer kept; warn if somebody has deleted, moved or changed it."""
+        """Delete a checkpoint that is no longer needed. Warn if somebody has deleted, moved or changed it."""
         if self.trainer.is_global_zero:
             self.writer.wait()
             try:

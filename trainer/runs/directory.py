@@ -1,7 +1,7 @@
-"""RunDirectory: the state, config, checkpoints and metrics of a run; also finds run directories below a folder.
+"""RunDirectory: the state, config, checkpoints and metrics of a run. Also finds run directories below a folder.
 
-The module is read-only and does not import torch. It serves the commands that show runs and, as `legato.runs`, Python
-programs.
+This module never writes to run directories and does not import torch. The commands that show runs use it, and Python
+programs can use it as `legato.runs`.
 """
 
 import math
@@ -40,7 +40,7 @@ AT_START = {
     *(CONFIG, RUN_FILE, POINTS_FILE, CHECKPOINTS, STARTS, EPOCHS, "config_given.yaml", "environment.json"),
     *("metrics.csv", "hparams.yaml"),
 }
-"""Files that a run without any result may leave, besides names that start with a dot."""
+"""Files that a run without results may leave, in addition to files whose names start with a dot."""
 KILLED = "The run ended without an error message: it was killed, ran out of memory, or its machine went down."
 _TAIL = 1 << 16  # bytes at the end of metrics.jsonl that are searched for its last line
 
@@ -69,12 +69,13 @@ class BestValue:
 class RunDirectory:
     """The contents of a run directory. Each property reads its files on first use.
 
-    A missing or damaged file raises no error. Instead, its values are unknown or empty.
+    A missing or damaged file does not raise an error. Values that would be read from it are then None or empty.
     """
 
     def __init__(self, path: Path, root: Path | None = None) -> None:
         self.path = path
-        """The run's folder. For a run in a store, a folder with copies of its files, which is deleted at exit."""
+        """The run's folder. For a run in an object store, a local folder with copies of the run's files, which is
+        deleted at exit."""
         self.location = location_of(path)
         """Path or address of the run."""
         self.name = path.name if root is None or path == root else os.path.relpath(path, root)
@@ -92,20 +93,20 @@ class RunDirectory:
         state = str(self.status.get("state", "unknown"))
         if state not in (STARTING, RUNNING):
             return state
-        # The state was written at the start. A killed process cannot correct it, but no longer holds the lock.
+        # This state was written at the start. A killed process could not update it, but no longer holds the lock.
         is_running = is_held(self.path) and holder_of(self.path).get("stage") == self.status.get("stage")
         return RUNNING if is_running else FAILED
 
     @property
     def step(self) -> int:
-        """Newest known step of the run; for an evaluation, the step of its checkpoint."""
+        """Latest known step of the run. For an evaluation, the step of its checkpoint."""
         # the status is written only at the start and at the end; in between, the log has newer values
         step = _number_in(self.status, "step") or 0
         return max(step, int(self.last_point.get("step", 0))) if "ended" not in self.status else step
 
     @property
     def epoch(self) -> int | None:
-        """Newest known epoch that has started, counted from 1; 0 before the first."""
+        """Latest epoch known to have started, counted from 1; 0 before the first epoch."""
         stored = _number_in(self.status, "epoch")
         logged = None if "ended" in self.status else _number_in(self.last_point, "epoch")
         epochs = [stored, None if logged is None else logged + 1]
@@ -118,8 +119,8 @@ class RunDirectory:
 
     @property
     def seconds(self) -> float | None:
-        """Seconds of training over all resumes; None if unknown."""
-        # for a killed run, count up to its last point
+        """Total training time in seconds, including all resumes; None if unknown."""
+        # the time of a killed run is counted up to its last logging point
         ended = self.status.get("ended")
         elapsed: float | None = _number_in(self.status, "elapsed")
         if ended is not None or not self.status:
@@ -129,7 +130,7 @@ class RunDirectory:
 
     @property
     def error(self) -> str:
-        """Error or signal that ended the run, if it failed or was preempted; otherwise ""."""
+        """Error or signal that ended the run; "" if the run did not fail and was not preempted."""
         if self.state == FAILED and self.status.get("state") in (STARTING, RUNNING):
             hang = " Its hang reports are in hang/." if (self.path / "hang").is_dir() else ""
             return KILLED + hang
@@ -164,13 +165,13 @@ class RunDirectory:
     # --- contents ---------------------------------------------------------------------------------------------------
     @cached_property
     def config(self) -> dict[str, Any]:
-        """Config that trained the newest weights, by dotted key; {} for a run started by a script."""
+        """Config with which the latest weights were trained, by dotted key; {} for a run started by a script."""
         values = self.status.get("config")
         return values if isinstance(values, dict) else {}
 
     @cached_property
     def given_keys(self) -> frozenset[str] | None:
-        """Dotted keys that config files or the command line have set; None if unknown."""
+        """Dotted keys that were set by config files or on the command line; None if unknown."""
         keys = self.status.get("set")
         return frozenset(keys) if isinstance(keys, list) else None
 
@@ -195,9 +196,9 @@ class RunDirectory:
 
     @cached_property
     def last_point(self) -> dict[str, Any]:
-        """The newest logged step with its time and values; {} if nothing was logged."""
+        """The last logged step, with its time and values; {} if nothing was logged."""
         try:
-            # only the tail: a long run's file has hundreds of megabytes
+            # only the tail: the file of a long run has hundreds of megabytes
             size = regular_file_size(self.path / POINTS_FILE)
             with (self.path / POINTS_FILE).open("rb") as file:
                 file.seek(max(0, size - _TAIL))
@@ -208,9 +209,10 @@ class RunDirectory:
 
     @cached_property
     def metrics(self) -> "dict[str, Any]":
-        """Logged values as NumPy arrays: "step", "time" in seconds since 1970, and each metric; {} if there are none.
+        """Logged values as NumPy arrays, by name: "step", "time" (in seconds since 1970) and each metric.
 
-        Each array has one entry for each logged step, which is NaN if the metric was not logged at that step.
+        Each array has one entry for each logged step. The entry is NaN if the metric was not logged at that step. The
+        dict is empty if nothing was logged.
         """
         import numpy
 
@@ -227,7 +229,7 @@ class RunDirectory:
         return {"step": arrays.pop("step").astype("int64"), **arrays}
 
     def frame(self) -> Any:
-        """Return `metrics` as a pandas DataFrame whose index is the step. Raises ConfigError without pandas."""
+        """Return `metrics` as a pandas DataFrame indexed by step. Raises ConfigError if pandas is not installed."""
         try:
             import pandas
         except ImportError:
@@ -236,21 +238,21 @@ class RunDirectory:
 
     @property
     def best_checkpoint(self) -> CheckpointEntry | None:
-        """The complete checkpoint with the best value; None if there is none or if it is unknown."""
+        """The complete checkpoint with the best value; None if there is none or if the best one is unknown."""
         best = find.best_checkpoints(checkpoints_of(self.path), identity_of(self.path))
         return _checkpoint(best[0]) if best else None
 
     @cached_property
     def best(self) -> BestValue | None:
-        """Best value of the metric that ranks the checkpoints, or of a loss; None if there is none."""
+        """Best value of the metric that ranks the checkpoints, otherwise of a loss; None if neither was logged."""
         metric, mode = self.status.get("monitor"), str(self.status.get("mode", "min"))
         value = _number_in(self.status, "best")
         if metric and value is not None and "ended" in self.status:
             return BestValue(str(metric), mode, value)
-        # during the run, only logging points are written
+        # during the run, the value is known only at logging points
         if metric not in self.metrics:
             metric, mode = loss_among(self.metrics), "min"
-        # min and max may return NaN, since comparisons with it are False
+        # min and max may return NaN, because comparisons with NaN are False
         values = [value for value in self.metrics.get(metric, ()) if math.isfinite(value)]
         return BestValue(str(metric), mode, float((min if mode == "min" else max)(values))) if values else None
 
@@ -262,7 +264,7 @@ def is_run(path: Path) -> bool:
 
 
 def find_runs(root: "str | os.PathLike[str]" = ROOT) -> list[RunDirectory]:
-    """Return the run directories in or below a folder or address, oldest first.
+    """Return the run directories at or below a folder or address, oldest first.
 
     Links to folders are not followed, and unreadable folders are skipped. Raises ConfigError if the folder is missing.
     """
@@ -287,18 +289,19 @@ def _walk(folder: str) -> Iterator[Path]:
         except OSError:
             continue
         if any(entry.name == RUN_FILE for entry in entries) and is_run(Path(current)):
-            # a run directory is not searched: it may hold very many files, but no runs
+            # a run directory is not searched: it may contain many files, but no runs
             yield Path(current)
             continue
-        # a replay lies next to its run, but is not a run
+        # a replay is beside its run, but is not a run
         candidates = (entry for entry in entries if not entry.name.startswith(".") and REPLAY not in entry.name)
         pending += [entry.path for entry in candidates if entry.is_dir(follow_symlinks=False)]
 
 
 def find_run(run: "str | os.PathLike[str]", root: "str | os.PathLike[str]" = ROOT) -> RunDirectory:
-    """Return a run by its path, its address, a file in it, or its name below `root`: the newest run of that name.
+    """Find a run by its path, its address, the path of a file in it, or its name below `root`.
 
-    Raises ConfigError, with the most similar name, if there is none.
+    If several runs have this name, return the newest. If there is no such run, raises ConfigError with the most similar
+    name.
     """
     word, named, root = os.fspath(run), _readable(run), _readable(root)
     for path in (named, root / word):
@@ -306,7 +309,7 @@ def find_run(run: "str | os.PathLike[str]", root: "str | os.PathLike[str]" = ROO
             require_readable(path)
             base = root if root in path.parents else path
             runs = find_runs(path)
-            # runs of this name come before deeper ones, such as the trials of a sweep
+            # runs with this name come before runs in deeper folders, such as the trials of a sweep
             runs = [run for run in runs if run.path.parent == path] or runs
             if runs:
                 # a run that was passed by its own path gets the name name/version_N
@@ -323,7 +326,7 @@ def find_run(run: "str | os.PathLike[str]", root: "str | os.PathLike[str]" = ROO
 
 
 def _readable(place: "str | os.PathLike[str]") -> Path:
-    """Return a folder to read: for an address, a folder with copies of its runs."""
+    """Return the folder to read. For an address, this is a local folder with copies of the runs there."""
     where = to_location(place)
     return remote.copy_of(where) if isinstance(where, Address) else Path(where)
 
@@ -357,7 +360,7 @@ def _as_float(value: Any) -> float:
 
 def _number_in(status: Mapping[str, Any], name: str) -> Any:
     number = status.get(name)
-    # a damaged file may hold any JSON value; a bool is an int in Python
+    # a damaged file may contain any JSON value; a bool is an int in Python
     if not isinstance(number, int | float) or isinstance(number, bool):
         return None
     return number if math.isfinite(number) else None

@@ -1,9 +1,9 @@
 """RunLock: at most one run at a time writes to a folder, and a dead run does not block it.
 
-It is a filelock lease: the holder touches `.lock` every few seconds. A dead holder is detected at once on the same
-machine, and after LEASE seconds without a touch from another machine. The lock therefore works on any file system
-with exclusive creation. Runs on the holder's machine check the holder's process, not its lease, so a live holder never
-loses the lock to them, even while it is suspended.
+The lock is a filelock lease: the holder touches `.lock` every few seconds. A run on the holder's machine checks the
+holder's process instead of the lease. It detects a dead holder at once, and never takes the lock from a live holder,
+even a suspended one. A run on another machine waits until `.lock` has not been touched for LEASE seconds. The lock
+works on any file system with exclusive creation.
 """
 
 import json
@@ -24,9 +24,9 @@ log = logging.getLogger("legato")
 
 LOCK, HOLDER = ".lock", ".lock-holder"
 LEASE = 30.0
-"""Seconds without a touch after which a run on another machine counts as dead."""
+"""Seconds without a touch after which a run on another machine is considered dead."""
 END_WAIT, RELEASE_WAIT = 1.0, 5.0
-"""Seconds to wait for a holder on this machine that may be about to exit, and for one that is known to be exiting."""
+"""Seconds to wait for a holder on this machine that may be about to exit, and for a holder known to be exiting."""
 
 
 class RunLock:
@@ -34,13 +34,13 @@ class RunLock:
 
     def __init__(self, folder: Path, stage: str) -> None:
         self.folder, self.path, self.stage = folder, folder / LOCK, stage
-        # each RunLock has its own lease, shared by all threads: a background save checks it too
+        # each RunLock has its own lease, which all threads share because a background save also checks it
         self._lease = SoftFileLease(self.path, lease_duration=LEASE, thread_local=False, is_singleton=False)
 
     def take(self, patient: bool = False) -> None:
-        """Take the lock. With `patient`, wait RELEASE_WAIT seconds for a live holder to release it.
+        """Take the lock. If `patient`, wait RELEASE_WAIT seconds for a live holder to release it.
 
-        Raises ConfigError that names the holder if another run keeps the lock.
+        Raises ConfigError, with a description of the holder, if another run still holds the lock.
         """
         self._remove_empty_marker()
         holder = holder_of(self.folder)
@@ -59,11 +59,11 @@ class RunLock:
         (self.folder / HOLDER).write_text(json.dumps(record), encoding="utf-8")
 
     def check(self) -> None:
-        """Raise CheckpointError if another run has taken the lock; take the lock again if its file was deleted."""
+        """Raise CheckpointError if another run has taken the lock. Take the lock again if its file was deleted."""
         if not self._lease.is_locked or self._lease.is_lock_held_by_us:
             return
         if self.folder.is_dir() and not self.path.exists():
-            # somebody has cleaned up the folder, which need not end the run as long as nobody else holds the lock
+            # somebody has cleaned up the folder, which does not have to end the run if no other run holds the lock
             self._lease.release(force=True)
             try:
                 self.take()
@@ -81,7 +81,7 @@ class RunLock:
                 self._lease.release(force=True)
 
     def _remove_empty_marker(self) -> None:
-        # a power cut can leave an empty file, which filelock never removes because it names no holder
+        # a power failure can leave an empty file, which filelock never removes because it identifies no holder
         with suppress(OSError):
             marker = self.path.stat()
             if not marker.st_size and time.time() - marker.st_mtime > LEASE:
@@ -92,36 +92,36 @@ class RunLock:
 
 
 def holder_of(folder: Path) -> dict[str, Any]:
-    """Return the newest holder's record (host, pid, stage, since); {} if unknown."""
+    """Return the record of the latest holder (host, pid, stage, since); {} if unknown."""
     record = parse_small(folder / HOLDER)
     return record if isinstance(record, dict) else {}
 
 
 def belongs_to_training(folder: Path) -> bool:
-    """Return whether a training run holds a folder, or died holding it."""
+    """Return whether a training run holds the lock of a folder, or died while holding it."""
     return bool(holder_of(folder).get("stage") == "fit")
 
 
 def is_held(folder: Path) -> bool:
-    """Return whether a live run holds, or may hold, a folder's lock. Neither takes the lock nor waits."""
+    """Return whether a live run holds, or may hold, a folder's lock. Does not wait and does not take the lock."""
     try:
         age = time.time() - (folder / LOCK).stat().st_mtime
     except FileNotFoundError:
         return False
     except OSError:
         return True
-    # the lease of a killed run stays valid for half a minute; on this machine, look at its process instead
+    # the lease of a killed run remains valid for half a minute; on this machine, check the run's process instead
     alive = is_alive(holder_of(folder))
     return age < holder_of(folder).get("lease", LEASE) if alive is None else alive
 
 
 def log_wait(folder: object, holder: dict[str, Any], seconds: float) -> None:
-    """Log that the run waits to see whether a folder's holder is alive."""
+    """Log that the run is waiting to see whether the holder of a folder's lock is alive."""
     log.info("%s is locked by %s. Waiting up to %g s to see whether it is alive.", folder, describe(holder), seconds)
 
 
 def refusal(folder: object, holder: dict[str, Any]) -> str:
-    """Return the message that a run may not write to a folder, with advice."""
+    """Return a message that a folder is in use by another run, with advice."""
     return (
         f"{folder} is in use by {describe(holder)}; nothing was changed. Wait until it ends, or end it. To start a "
         f"separate run, set another run.name or leave resume out."
@@ -129,7 +129,7 @@ def refusal(folder: object, holder: dict[str, Any]) -> str:
 
 
 def describe(holder: dict[str, Any]) -> str:
-    """Return the name of a holder in messages."""
+    """Return a description of a holder for messages."""
     if not holder:
         return "another run"
     stage, since = holder.get("stage"), holder.get("since")
@@ -137,7 +137,7 @@ def describe(holder: dict[str, Any]) -> str:
 
 
 def this_process() -> dict[str, Any]:
-    """Return the facts that identify this process in a holder's record."""
+    """Return the fields that identify this process in a holder's record."""
     pid = os.getpid()
     return {"host": socket.gethostname(), "machine": _machine(), "pid": pid, "started": _state_and_start(pid)[1]}
 
@@ -170,7 +170,7 @@ def _state_and_start(pid: int) -> tuple[str, str]:
 
 
 def _machine() -> str:
-    """Return the boot id and the PID namespace, within which a process id is valid."""
+    """Return the boot id and the PID namespace. A process id is valid only within these."""
     try:
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:

@@ -1,9 +1,9 @@
 """ObjectLock: at most one run at a time writes to a folder of an object store, and a dead run does not block it.
 
-The lock is an object, `.lock`, which the holder creates and rewrites every BEAT seconds. Another run takes it over at
-once if the holder is a dead process on that run's machine, and otherwise if the object stays unchanged for LEASE
-seconds on that run's clock. An object store cannot guarantee a lock: a holder that was suspended for a long time learns
-only at its next save that it has lost the lock.
+The lock is an object, `.lock`, which the holder creates and rewrites every BEAT seconds. A run on the holder's machine
+takes the lock at once if the holder's process is dead. A run on another machine takes the lock if the object has not
+changed for LEASE seconds by that machine's clock. An object store cannot guarantee a lock: a holder that was suspended
+for a long time learns only at its next save that it has lost the lock.
 """
 
 import json
@@ -19,11 +19,11 @@ from ..checkpoints.stores import connect, retried
 from .lock import END_WAIT, LOCK, RELEASE_WAIT, is_alive, log_wait, refusal, this_process
 
 LEASE, BEAT = 60.0, 20.0
-"""Seconds without a change after which a holder counts as dead, and seconds between two changes."""
+"""Seconds without a change after which a holder is considered dead, and seconds between two changes."""
 SETTLE, POLL = 3.0, 1.0
 """Seconds within which two simultaneous writers see each other, and seconds between two reads of a lock."""
 EXCLUSIVE = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "memory"}
-"""Stores whose library can create an object exclusively; in others, a run might replace another run's new object."""
+"""Stores in which objects can be created exclusively. In other stores, a run might replace another run's new lock."""
 
 
 class ObjectLock:
@@ -38,11 +38,11 @@ class ObjectLock:
         self._released: threading.Event | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out this process's state: in another process `check` works, and `release` does nothing."""
+        """Leave out the state of this process. In another process, `check` works and `release` does nothing."""
         return {**vars(self), "_process": 0, "_released": None}
 
     def take(self, patient: bool = False) -> None:
-        """Take the lock. With `patient`, wait for a holder to exit. Raises ConfigError that names the holder."""
+        """Take the lock. If `patient`, wait longer for a holder to exit. Raises ConfigError if the lock is held."""
         try:
             is_new = self._wait(patient)
             self.token = uuid.uuid4().hex
@@ -59,7 +59,7 @@ class ObjectLock:
         threading.Thread(target=self._beat, args=(self._released,), name="legato-lock", daemon=True).start()
 
     def check(self) -> None:
-        """Raise CheckpointError if another run has taken the lock; write the lock again if it was deleted."""
+        """Raise CheckpointError if another run has taken the lock. Write the lock again if it was deleted."""
         if not self.token:
             return
         try:
@@ -83,13 +83,13 @@ class ObjectLock:
         self._released, self.token = None, ""
 
     def holder(self) -> dict[str, Any]:
-        """Return the newest holder's record; {} if there is none. Raises OSError."""
+        """Return the record of the lock's holder; {} if there is none. Raises OSError."""
         return holder_in(self.folder)
 
     def _wait(self, patient: bool) -> bool:
-        """Wait until the lock can be taken. Return True if it has no holder.
+        """Wait until the lock can be taken. Return True if there is no lock object, False if its holder is dead.
 
-        Raises ConfigError if its holder is alive.
+        Raises ConfigError if the holder is alive.
         """
         last: dict[str, Any] = {}
         began = seen = time.monotonic()
@@ -128,7 +128,7 @@ class ObjectLock:
 
 
 def holder_in(folder: str) -> dict[str, Any]:
-    """Return the record of the holder of a folder's lock; {} if nobody holds it. Raises OSError."""
+    """Return the record of the holder of a folder's lock; {} if the folder is not locked. Raises OSError."""
     try:
         record = json.loads(retried(folder, connect(folder).cat_file, f"{folder}/{LOCK}"))
     except FileNotFoundError:

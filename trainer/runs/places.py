@@ -1,4 +1,4 @@
-"""Chooses the run directory of a call and the checkpoint that it starts from."""
+"""Chooses the run directory for a call to the trainer and the checkpoint that the call starts from."""
 
 import json
 import logging
@@ -48,14 +48,14 @@ def versions(root: Location, name: str) -> list[Path]:
 def versions_to_resume(root: Location, name: str) -> list[Path]:
     """Return the run directories that resume=auto considers, oldest first.
 
-    A requeued SLURM job considers only its own runs: other jobs may have started runs with that name in the meantime.
+    A requeued SLURM job considers only its own runs, because other jobs may have started runs with the same name since.
     """
     directories, job = versions(root, name), requeued_job()
     return [path for path in directories if job is not None and job in jobs_of(remote.refresh(path))] or directories
 
 
 def create(root: Location, name: str, identity: str, stage: str) -> Path:
-    """Make the directory of a new run and return it. Raises ConfigError if it is not writable."""
+    """Create the directory of a new run and return its path. Raises ConfigError if it is not writable."""
     if isinstance(root, Address):
         number, record = _next_number(root, name), json.dumps(run_file.new_run(identity, stage)).encode()
         while (directory := remote.make(root / name / f"version_{number}", record)) is None:
@@ -67,7 +67,7 @@ def create(root: Location, name: str, identity: str, stage: str) -> Path:
 
 
 def make_folder(root: Path, name: str) -> Path:
-    """Make the next folder version_N of a name and return it. Raises ConfigError if it is not writable."""
+    """Create the next folder version_N for a run name and return its path. Raises ConfigError if it is not writable."""
     _require_text(root)
     number = _next_number(root, name)
     while True:
@@ -94,12 +94,12 @@ def _next_number(root: Location, name: str) -> int:
     fault = name_problem(name)
     if fault is not None:
         raise ConfigError(f"run.name {fault}")
-    # continue after the newest number: filling the gap that a deleted run left would place a new run among old ones
+    # continue after the highest number: a new run must not fill the gap of a deleted run and appear among older runs
     return 1 + max((int(path.name.removeprefix("version_")) for path in versions(root, name)), default=-1)
 
 
 def _require_text(root: Path) -> None:
-    """Raise ConfigError for a path that is not valid text in this locale: TensorBoard and JSON cannot store it."""
+    """Raise ConfigError if the path is not valid text in this locale. TensorBoard and JSON could not store it."""
     try:
         str(root.absolute()).encode()
     except UnicodeEncodeError:
@@ -110,7 +110,7 @@ def _require_text(root: Path) -> None:
 
 
 def write_config(directory: Path, text: str, explicit: str | None, weights: Location | None) -> None:
-    """Store the config of a run and, so that an evaluation can be repeated, its checkpoint (`weights`)."""
+    """Store the config of a run. An evaluation is stored with the checkpoint (`weights`) so that it can be repeated."""
     if weights is not None:
         line = f"checkpoint: {json.dumps(str(to_absolute(weights)), ensure_ascii=False)}"
         # a function, because re.sub interprets backslashes in a string; a JSON string is also a YAML string
@@ -119,15 +119,14 @@ def write_config(directory: Path, text: str, explicit: str | None, weights: Loca
 
 
 def newest_in(directory: Path, check: Check = verify, folders: Sequence[Location] = ()) -> Location | None:
-    """Return the run's newest checkpoint that passes `check`, from its directory or from other `folders`.
+    """Return the run's newest checkpoint that passes `check`, in the run directory or in other `folders`.
 
     Checkpoints in `folders` are always verified, regardless of `check`.
     """
     identity = identity_of(directory)
 
-    # the newest checkpoint of all folders counts
     def is_of_run(path: Location) -> bool:
-        # a callback's `dirpath` may hold checkpoints of several runs
+        # a callback's `dirpath` may contain checkpoints of several runs
         return load_manifest(path).run == identity and check(path) is not False and bool(verify(path))
 
     newest = [newest_complete(checkpoints_of(directory), check)]
@@ -138,15 +137,15 @@ def newest_in(directory: Path, check: Check = verify, folders: Sequence[Location
 def folder_to_read(directory: Path | None, newest: Location | None) -> Location | None:
     """Return the folder of a run's newest checkpoint, so that a reader can fall back to an older checkpoint.
 
-    If the checkpoint is outside of the run directory, returns the checkpoint itself, because its folder may hold other
-    runs' checkpoints.
+    If the checkpoint is outside of the run directory, return the checkpoint itself, because its folder may contain
+    checkpoints of other runs.
     """
     is_inside = newest is not None and directory is not None and location_of(directory) in newest.parents
     return newest if newest is None or (is_same_run(directory, newest) and not is_inside) else newest.parent
 
 
 def is_same_run(directory: Path | None, checkpoint: Location | None) -> bool:
-    """Return whether the run in a run directory wrote a checkpoint, regardless of the checkpoint's folder."""
+    """Return whether a checkpoint was written by the run in a run directory, even if it is in another folder."""
     if directory is None or checkpoint is None:
         return False
     if location_of(directory.resolve()) in checkpoint.resolve().parents:
@@ -156,9 +155,9 @@ def is_same_run(directory: Path | None, checkpoint: Location | None) -> bool:
 
 
 def run_of(checkpoint: Location, root: Location, name: str) -> Path | None:
-    """Return the directory of the run that wrote a checkpoint.
+    """Return the directory of the run that wrote a checkpoint; None if it is not found.
 
-    The directory is above the checkpoint and below `root`, or is a run directory with this name.
+    Searches the folders that contain the checkpoint, up to `root`, and the run directories with this name.
     """
     root = root.resolve()
     folders = [folder for folder in checkpoint.resolve().parents if root in folder.parents]
@@ -168,9 +167,10 @@ def run_of(checkpoint: Location, root: Location, name: str) -> Path | None:
 
 
 def newest_to_resume(root: Location, name: str) -> Path | None:
-    """Return the newest run directory of a name that has a checkpoint, in it or in the `dirpath` of a callback.
+    """Return the newest run directory with this name whose run has a checkpoint.
 
-    The checkpoint is not verified, because callers need the run's config first. `StoredRun.to_resume` verifies it.
+    The checkpoint may also be in the `dirpath` of a callback. It is not verified, because callers need the run's config
+    first. `StoredRun.to_resume` verifies it.
     """
     candidates = map(remote.refresh, reversed(versions_to_resume(root, name)))
     return next((path for path in candidates if checkpoints_in(checkpoints_of(path)) or _saves_elsewhere(path)), None)
@@ -190,18 +190,18 @@ FRESH = "Set checkpoint=none to use new weights."
 
 @dataclass(frozen=True)
 class StoredRun:
-    """The run in `directory`, or the newest run with a name that has a complete checkpoint.
+    """The run in `directory`, or the newest run with this name that has a complete checkpoint.
 
-    The process that decides for all ranks resolves the run: rank 0, or the process that starts the workers.
+    A single process chooses the run for all ranks: rank 0, or the process that starts the workers.
     """
 
     root: Location
     name: str
     directory: Path | None
     word: str
-    """"best", "last", "auto" (resume the run), or "": the best, or the last if there is no best."""
+    """"best", "last", "auto" (resume the run), or "": the best checkpoint or, if there is none, the last."""
     by_name: bool = False
-    """True if `directory` was looked up by name and must still be the newest run of that name."""
+    """True if `directory` was found by name and must still be the newest run with this name."""
 
     # --- resuming ---------------------------------------------------------------------------------------------------
     def directories(self) -> Iterator[Path]:
@@ -213,10 +213,11 @@ class StoredRun:
     def to_resume(
         self, hold: Callable[[Path], None], release: Callable[[Path], None], check: Check, folders: Sequence[Location]
     ) -> tuple[Path | None, Location | None]:
-        """Lock the run directory to resume; return it and the checkpoint to resume from, or None for both.
+        """Lock the run directory to resume. Return it and the checkpoint to resume from, or None for both.
 
-        `hold` and `release` lock and unlock a run directory; `folders` are other folders where the run may have saved.
-        Raises ConfigError if another run writes there, or to a newer directory with this name and no checkpoint yet.
+        `hold` and `release` lock and unlock a run directory. The run may also have saved checkpoints in `folders`.
+        Raises ConfigError if a run is still writing to the directory, or to a newer directory with this name that has
+        no checkpoint yet.
         """
         directory = checkpoint = None
         for candidate in self.directories():
@@ -226,7 +227,7 @@ class StoredRun:
             # in a store, only the lock shows whether the run is about to save
             may_have_saved = isinstance(saved, Address) or any(saved.glob("*")) or belongs_to_training(candidate)
             if may_have_saved or elsewhere:
-                # lock before reading: a run that is about to end may write a newer checkpoint or remove this one
+                # lock before reading: a run that is about to end may write a newer checkpoint or remove the newest one
                 hold(candidate)
                 checkpoint = newest_in(candidate, check, folders)
                 if checkpoint is not None:
@@ -246,9 +247,9 @@ class StoredRun:
 
     # --- evaluating -------------------------------------------------------------------------------------------------
     def weights(self, folders: Sequence[Location]) -> Location:
-        """Return and log the checkpoint to evaluate. `folders` are other folders where the run may have saved.
+        """Return the checkpoint to evaluate, and log it. The run may also have saved checkpoints in `folders`.
 
-        Skips damaged checkpoints with a warning. Raises CheckpointError if none is complete.
+        Skips damaged checkpoints with a warning. Raises CheckpointError if there is no complete checkpoint.
         """
         newest = self._newest(folders)
         if newest is None:
@@ -266,7 +267,7 @@ class StoredRun:
         return location_of(self.directory) if self.directory is not None else self.root / self.name
 
     def _newest(self, folders: Sequence[Location]) -> Location | None:
-        """Return the newest complete checkpoint in the first folder that has one, or else in the run directory."""
+        """Return the newest complete checkpoint in the first folder that has one, otherwise in the run directory."""
         # a callback with a `dirpath` saves nothing in the run directory
         for folder in folders:
             if (newest := newest_complete(folder)) is not None:
@@ -275,7 +276,7 @@ class StoredRun:
         return next((newest for run in map(remote.refresh, runs) if (newest := newest_in(run)) is not None), None)
 
     def _best(self, newest: Location) -> tuple[str, Location]:
-        """Return the best complete checkpoint in the newest checkpoint's folder. The newest is already verified."""
+        """Return the best complete checkpoint in the folder of `newest`, which has already been verified."""
         candidates = best_checkpoints(newest.parent, load_manifest(newest).run)
         best = first_complete(candidates, lambda path: path == newest or verify(path))
         if best is not None:

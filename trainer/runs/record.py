@@ -1,11 +1,11 @@
 """Records the command line, versions, host and code of each start in the run directory.
 
 environment.json     a list of starts, newest last; each resume adds one
-uncommitted.diff     uncommitted changes for `git apply`; a resume with other code adds uncommitted-1.diff
-config.yaml          the config that trained the newest weights
+uncommitted.diff     uncommitted changes for `git apply`; a resume with different code adds uncommitted-1.diff
+config.yaml          the config with which the latest weights were trained
 config_given.yaml    the same config without defaults
 starts/N.yaml        the config of start N, counted from 0 as in environment.json
-epochs.jsonl         the step before each epoch; if an epoch has two lines, the later one counts
+epochs.jsonl         the step before each epoch; if an epoch has two lines, the later line applies
 """
 
 import hashlib
@@ -38,7 +38,7 @@ STARTS = "starts"
 LARGEST_DIFF = 1_000_000
 """Maximum size in bytes of stored uncommitted changes. For larger changes, only the file names are stored."""
 GIT_SECONDS = 3.0
-"""Time limit in seconds for all git commands together, so that a large repository on a slow disk delays no start."""
+"""Time limit in seconds for all git commands together. A large repository on a slow disk must not delay the start."""
 MOST_NAMES = 200
 _TRAINERS = count(1)
 
@@ -77,10 +77,10 @@ def add_start(directory: Path, facts: Mapping[str, Any], save_code: bool, config
 
 
 def command_of_process() -> dict[str, Any]:
-    """Return this process's command, and the number of the calling Trainer in its script.
+    """Return this process's command, and which Trainer of the script is calling.
 
-    "script": the file that runs as `__main__`, None in a notebook. "module": the module after `python -m`. "trainer":
-    the number of the Trainer. "fit": the number of the run of this Trainer.
+    "script" is the file that runs as `__main__` (None in a notebook), "module" is the module after `python -m`,
+    "trainer" is the Trainer's number in the script, and "fit" is the number of the Trainer's run.
     """
     main = sys.modules["__main__"]
     script, spec = getattr(main, "__file__", None), getattr(main, "__spec__", None)
@@ -104,19 +104,19 @@ def hash_of(file: str) -> str | None:
 
 
 def start_config(directory: Path, number: int) -> Path:
-    """Return the file with the config of a start."""
+    """Return the path of the file with the config of a start."""
     return directory / STARTS / f"{number}.yaml"
 
 
 def store_config(directory: Path, config: str, explicit: str | None) -> None:
-    """Write the config that trained the weights to a run directory, and the same config without defaults."""
+    """Write the config of the latest weights to a run directory, in full and without defaults (`explicit`)."""
     for name, text in ((CONFIG, config), (GIVEN_CONFIG, explicit)):
         if text is not None:
             replace_text(directory / name, text)
 
 
 def is_stored(directory: Path, config: str) -> bool:
-    """Return whether a run directory holds this config."""
+    """Return whether this config is stored in a run directory."""
     try:
         return (directory / CONFIG).read_text(encoding="utf-8") == config
     except (OSError, UnicodeDecodeError):
@@ -124,10 +124,10 @@ def is_stored(directory: Path, config: str) -> bool:
 
 
 def note_epoch(directory: Path, epoch: int, step: int) -> None:
-    """Record in a run directory that an epoch starts after a step."""
+    """Record in a run directory that an epoch started after this step."""
     if not identity_of(directory):
         return
-    # a full disk must not end the training; without the line, `legato samples` raises an error
+    # a full disk must not end the training; if the line is missing, `legato samples` raises an error
     with suppress(OSError), (directory / EPOCHS).open("a", encoding="ascii") as file:
         file.write(f'{{"epoch": {epoch}, "step": {step}}}\n')
 
@@ -135,7 +135,7 @@ def note_epoch(directory: Path, epoch: int, step: int) -> None:
 def epochs_begun(directory: Path) -> dict[int, int]:
     """Return the number of steps before each epoch that has started, by epoch.
 
-    A resume drops the epochs that it repeats.
+    If a resume repeated an epoch, its last start is used.
     """
     begun: dict[int, int] = {}
     if (directory / EPOCHS).is_file():
@@ -148,13 +148,13 @@ def epochs_begun(directory: Path) -> dict[int, int]:
 
 
 def last_replicas(directory: Path) -> int | None:
-    """Return a run's number of replicas, from the record of its newest start."""
+    """Return a run's number of replicas, from the record of its latest start; None if unknown."""
     counts = [start.get("replicas") for start in read_starts(directory) if start.get("stage", "fit") == "fit"]
     return counts[-1] if counts and isinstance(counts[-1], int) else None
 
 
 def read_starts(directory: Path) -> list[dict[str, Any]]:
-    """Return the starts of a run, newest last; [] without a readable record."""
+    """Return the starts of a run, newest last; [] if there is no readable record."""
     try:
         return list(parse_small(directory / RECORD)["starts"])
     except (KeyError, TypeError):
@@ -162,12 +162,12 @@ def read_starts(directory: Path) -> list[dict[str, Any]]:
 
 
 def jobs_of(directory: Path) -> set[str | None]:
-    """Return the ids of the SLURM jobs that started the run, with None for a start outside of SLURM."""
+    """Return the ids of the SLURM jobs that started the run. A start outside of SLURM adds None."""
     return {start.get("slurm_job") for start in read_starts(directory)}
 
 
 def _store_diff(directory: Path, diff: bytes, number: int, previous: str | None) -> str:
-    """Write a start's uncommitted changes, unless the previous start had the same ones. Return the file's name."""
+    """Write a start's uncommitted changes unless the previous start had the same changes. Return the file's name."""
     if previous is not None and (directory / previous).is_file() and (directory / previous).read_bytes() == diff:
         return previous
     name = f"{Path(DIFF).stem}-{number}.diff" if (directory / DIFF).exists() else DIFF
@@ -189,9 +189,9 @@ def installed_packages() -> dict[str, str]:
 
 # --- code -------------------------------------------------------------------------------------------------------------
 def loaded_sources(folder: Path) -> dict[str, str]:
-    """Return the SHA-256 of the source of each loaded module outside libraries, by path relative to `folder`."""
+    """Return the SHA-256 of each loaded module's source file, by path relative to `folder`, without libraries."""
     legato, libraries = str(Path(__file__).parents[2]), (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
-    # a list, since another thread may import a module meanwhile
+    # a list, because another thread may import a module in the meantime
     files = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
     hashes: dict[str, str] = {}
     for file in sorted(file for file in files if isinstance(file, str) and file.endswith(".py")):
@@ -204,8 +204,8 @@ def loaded_sources(folder: Path) -> dict[str, str]:
 def code_of(folder: Path, base: str = "HEAD") -> dict[str, Any] | None:
     """Return the root, commit and branch of a folder's git repository, if any, and its changes since `base`.
 
-    "diff" holds changed files and new .py files, as input for `git apply`; None if there are none, if the diff exceeds
-    LARGEST_DIFF bytes, or if git took too long. "changed" holds the names of these files.
+    "diff" contains the changed files and new .py files, as input for `git apply`. It is None if there are no changes,
+    if the diff is larger than LARGEST_DIFF bytes, or if git took too long. "changed" lists the names of these files.
     """
     deadline = time.monotonic() + GIT_SECONDS
     places = ("--show-toplevel", "--git-path", "index", "--git-path", "objects")
@@ -227,8 +227,8 @@ def code_of(folder: Path, base: str = "HEAD") -> dict[str, Any] | None:
 
 def _difference(root: Path, index: Path, objects: Path, base: str, deadline: float) -> bytes | None:
     """Return the diff from a commit, including new .py files; None if git fails."""
-    # `git add --intent-to-add` makes git include new files in the diff, and links as links. It runs on a copy of the
-    # index with a separate object folder, so the repository is not changed.
+    # After `git add --intent-to-add`, the diff includes new files, and links as links. The command uses a copy of the
+    # index and a separate object folder, so the repository is not changed.
     with tempfile.TemporaryDirectory() as scratch:
         variables = {
             "GIT_INDEX_FILE": os.path.join(scratch, "index"),
@@ -236,7 +236,7 @@ def _difference(root: Path, index: Path, objects: Path, base: str, deadline: flo
             "GIT_ALTERNATE_OBJECT_DIRECTORIES": os.path.abspath(objects),
         }
         with suppress(OSError):  # the repository may have no index yet
-            # keep its time: git compares a file by content if it is as new as the index, so a copy must not be newer
+            # preserve its time: git compares files newer than the index by content, so the copy must not be newer
             shutil.copy2(index, variables["GIT_INDEX_FILE"])
         _git(root, deadline, "add", "--intent-to-add", "--", "*.py", variables=variables)  # fails without new .py files
         return _git(root, deadline, "diff", "--no-ext-diff", "--no-textconv", "--no-color", base, variables=variables)

@@ -2,9 +2,9 @@
 
     s3://bucket/runs/digits/version_3      ~/.cache/legato/runs/s3/bucket/runs/digits/version_3
 
-Therefore, loggers write ordinary files, and other modules need not handle stores: `location_of` (base/location.py)
-returns the address of such a folder. Checkpoints are not mirrored; they are read and written in the store
-(ObjectFolder).
+Loggers can therefore write ordinary files, and other modules do not have to handle stores. `location_of`
+(base/location.py) returns the address of a mirrored folder. Checkpoints are not mirrored: they are read and written
+directly in the store (ObjectFolder).
 """
 
 import atexit
@@ -35,13 +35,14 @@ EVERY = 60.0
 AT_ONCE = 8
 """Number of files that are downloaded in parallel."""
 READ = {RUN_FILE, POINTS_FILE, CONFIG, GIVEN_CONFIG, RECORD, EPOCHS, LOCK}
-"""Files that a reader of runs needs, besides the folder `starts`."""
+"""Files that a reader of runs needs, in addition to the folder `starts`."""
 
 
 class RemoteLock(RunLock):
-    """Exclusive right to write to a run directory in a store, whose local folder is mirrored while a run holds it.
+    """Exclusive right to write to a run directory in a store.
 
-    The lock on the local folder detects a dead holder at once. The lock object in the store excludes other machines.
+    While a run holds the lock, the local folder is mirrored to the store. The lock on the local folder detects a dead
+    holder at once. The lock object in the store excludes other machines.
     """
 
     def __init__(self, folder: Path, stage: str) -> None:
@@ -50,7 +51,7 @@ class RemoteLock(RunLock):
         self._released: threading.Event | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out this process's state: a worker checks the lock and uploads, but cannot release it."""
+        """Leave out the state of this process. A worker can check the lock and upload files, but not release it."""
         return {name: value for name, value in vars(self).items() if name != "_lease"} | {"_released": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -103,7 +104,7 @@ class Mirror:
         self._lock = threading.Lock()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the lock, which serves the threads of this process."""
+        """Leave out the lock, which is only for the threads of this process."""
         return {name: value for name, value in vars(self).items() if name != "_lock"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -111,7 +112,7 @@ class Mirror:
         vars(self).update(state, _lock=threading.Lock())
 
     def upload(self) -> None:
-        """Upload changed files. A failure does not end the run: it is logged once, and the next upload tries again."""
+        """Upload changed files. A failure is logged once and does not end the run. The next upload tries again."""
         with self._lock:
             try:
                 for name in _names_below(self.folder):
@@ -130,7 +131,7 @@ class Mirror:
                 self._problem = ""
 
     def report_missing(self) -> None:
-        """Warn at the end of a run if the last upload has failed, and name the folder with all files."""
+        """At the end of a run, warn if the last upload failed. The warning includes the path of the local files."""
         if self._problem:
             log.warning(
                 "Some of the run's files are not in %s: %s. All of them are in %s; copy them from there.",
@@ -138,9 +139,9 @@ class Mirror:
             )  # fmt: skip
 
     def download(self) -> None:
-        """Download files that are missing or different in the local folder. Raises ConfigError.
+        """Download files that are missing in the local folder or differ there. Raises ConfigError.
 
-        A local file that starts with the stored contents is kept: if the run was killed here, the file is more recent.
+        A local file that starts with the stored contents is kept: it is more recent if the run was killed here.
         """
 
         def fetch(name: str) -> None:
@@ -175,7 +176,7 @@ def names_in(folder: Address) -> list[str]:
 
 
 def make(run: Address, record: bytes) -> Path | None:
-    """Make a run directory in a store by writing its `run.json`. Return its local folder; None if the run exists."""
+    """Create a run directory in a store by writing its `run.json`. Return its local folder; None if the run exists."""
     folder, place = local_folder(run), f"{run}/{RUN_FILE}"
     if names_in(run) or is_held(folder):
         return None
@@ -191,7 +192,7 @@ def make(run: Address, record: bytes) -> Path | None:
 
 
 def upload(folder: Path) -> None:
-    """Upload files written to a run directory after its run has ended. Does nothing for a local run."""
+    """Upload files that were written to a run directory after its run ended. Does nothing for a local run."""
     if isinstance(location_of(folder), Address):
         mirror = Mirror(folder)
         mirror.upload()
@@ -199,14 +200,14 @@ def upload(folder: Path) -> None:
 
 
 def refresh(folder: Path) -> Path:
-    """Return a run directory. Downloads it from its store first, unless a run on this machine is writing to it."""
+    """Return a run directory, after updating it from its store unless a run on this machine is writing to it."""
     if isinstance(location_of(folder), Address) and not is_held(folder):
         Mirror(folder).download()
     return folder
 
 
 def copy_of(root: Address) -> Path:
-    """Download the files that readers of runs need, at and below an address, to a folder that is deleted at exit."""
+    """Download the files that readers of runs need, at and below an address. Return the folder, deleted at exit."""
     area = f"read-{os.getpid()}"  # not the folder to which a run on this machine may be writing
     folder = local_folder(root, area)
     atexit.register(shutil.rmtree, cache_folder() / area, ignore_errors=True)
@@ -217,7 +218,7 @@ def copy_of(root: Address) -> Path:
         _write(path, data)
         if path.name == LOCK:
             _write(path.with_name(HOLDER), data)
-            with suppress(NotImplementedError):  # without the time of the lock, the run counts as running
+            with suppress(NotImplementedError):  # without the time of the lock, the run is shown as running
                 written = connect(root).modified(place).timestamp()
                 os.utime(path, (written, written))
 
@@ -245,7 +246,7 @@ def _names_below(folder: Path) -> Iterator[str]:
 
 
 def _is_mirrored(name: str) -> bool:
-    """Return whether a file of a run directory is mirrored: all but temporary files, checkpoints and evaluations."""
+    """Return whether a file in a run directory is mirrored: all but temporary files, checkpoints and evaluations."""
     first, last = name.partition("/")[0], name.rpartition("/")[2]
     return first not in (CHECKPOINTS, EVALUATIONS) and not last.startswith(".") and not last.endswith(".partial")
 
@@ -262,7 +263,7 @@ def _read(place: str) -> bytes:
 
 def _write(path: Path, data: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    # the pid, because the processes of a job download at the same time
+    # with the pid, because the processes of a job download at the same time
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     partial.write_bytes(data)
     partial.replace(path)

@@ -1,8 +1,8 @@
-"""Removes runs and checkpoints: only files that Legato has written are deleted.
+"""Removes runs and checkpoints, deleting only files that Legato has written.
 
 A run is a folder with a `run.json`. `Folder.remove` deletes a checkpoint after checking that this run wrote it and that
-it holds no other file. Other regular files are deleted if their names are known. Empty folders are deleted last. Links
-are neither followed nor deleted.
+it contains no other files. Other regular files are deleted only if Legato writes files with these names. Empty folders
+are deleted last. Links are neither followed nor deleted.
 """
 
 from collections.abc import Iterator, Mapping
@@ -29,7 +29,7 @@ REMOVABLE: Mapping[str, tuple[str, ...]] = {
     "hang": ("rank-*.txt",),
     STARTS: ("*.yaml",),
 }
-"""Folder -> patterns of the files that Legato writes to it; `""` is the run directory itself."""
+"""Patterns of the files that Legato writes to each folder of a run; `""` is the run directory itself."""
 
 
 def is_own_run(directory: Path) -> bool:
@@ -38,15 +38,15 @@ def is_own_run(directory: Path) -> bool:
 
 
 def is_own_checkpoint(path: Path) -> bool:
-    """Return whether a checkpoint was written by the run in whose directory it is."""
+    """Return whether a checkpoint is in the directory of the run that wrote it."""
     run = identity_of(path.parent.parent)
     return run != "" and not path.parent.is_symlink() and is_checkpoint_of(run, path)
 
 
 def remove_run(directory: Path) -> None:
-    """Delete the files that Legato has written to a run directory, but not the lock, which the caller holds.
+    """Delete the files that Legato has written to a run directory, except for the lock, which the caller holds.
 
-    `run.json` is deleted last, so that an interrupted removal leaves a run.
+    `run.json` is deleted last, so that the folder is still a run directory if the removal is interrupted.
     """
     for evaluation in _evaluations(directory):
         _remove_known_files(evaluation)
@@ -69,7 +69,7 @@ def _remove_checkpoints(folder: Path, identity: str) -> None:
     checkpoints = folder_at(folder)
     checkpoints.sweep()  # deletes leftovers with temporary names, which are not checkpoints
     for path in _entries(folder):
-        # checkpoints that another run wrote or a person has changed stay; `clean` names the remaining files
+        # checkpoints that another run wrote or a person changed are not deleted; `clean` lists the remaining files
         with suppress(CheckpointError):
             checkpoints.remove(path.name, identity)
     _remove_files(folder, (INDEX,))
@@ -99,5 +99,5 @@ def _remove_empty(*folders: Path) -> None:
 
 
 def _entries(folder: Path) -> list[Path]:
-    """Return the entries of a folder; [] for a link or anything else."""
+    """Return the sorted entries of a folder; [] for a link or anything else."""
     return sorted(folder.iterdir()) if folder.is_dir() and not folder.is_symlink() else []

@@ -1,14 +1,14 @@
-"""RunFile: `run.json`, which makes a folder a run directory and holds the run's identity and state.
+"""RunFile: `run.json`, which marks a folder as a run directory and contains the run's identity and state.
 
 legato, id, stage        version, identity of the run, and its stage: fit, validate, test or predict
-state                    starting, running, done, failed or preempted; the last two come with error and traceback
-created, began, ended    times of the first start, of the newest start and of its end, in seconds since 1970
+state                    starting, running, done, failed or preempted; for the last two, also error and traceback
+created, began, ended    times of the first start, of the latest start and of its end, in seconds since 1970
 step, epoch, elapsed     progress when the training started or ended; also max_steps and max_epochs
-monitor, mode, best      the metric that ranks checkpoints, and its best value; best_checkpoint has that value
-config, set              the config by dotted keys, and the keys that files or the command line have set
+monitor, mode, best      the metric that ranks checkpoints, and its best value (that of best_checkpoint)
+config, set              the config by dotted keys, and the keys set by files or on the command line
 
-Rank 0 replaces the file when a run starts, begins to train and ends. A killed process writes nothing, so "running" is
-true only while somebody holds the directory's lock.
+Rank 0 replaces the file when a run starts, begins to train and ends. A killed process writes nothing, so the state
+"running" is valid only while the directory is locked.
 """
 
 import json
@@ -26,7 +26,7 @@ from ..checkpoints.storage import replace_file
 
 STARTING, RUNNING, DONE, FAILED, PREEMPTED = "starting", "running", "done", "failed", "preempted"
 LONGEST_TRACEBACK = 20_000
-"""Maximum number of characters of a traceback; its end is stored."""
+"""Maximum number of characters of a stored traceback. A longer traceback is cut at its start."""
 _RESUME_ME = 75  # as in processes/signals.py, whose imports a reader does not need
 _BEFORE = (".run", "status.json")
 
@@ -36,13 +36,13 @@ class RunFile:
 
     def __init__(self) -> None:
         self._started: dict[str, Any] = {}
-        """Contents written when the training began; empty before."""
+        """Contents written when the training began; empty before that."""
 
     def begin(self, directory: Path, stage: str, values: Mapping[str, Any]) -> None:
-        """Write that the run is running.
+        """Record that the run is running.
 
         Args:
-            values: fields listed in the module's docstring.
+            values: further fields, as listed in the module's docstring.
         """
         if _owns(directory, stage):
             previous = {**read(directory), "state": RUNNING, "began": time.time()}
@@ -51,33 +51,32 @@ class RunFile:
             _replace(directory, self._started)
 
     def store_config(self, directory: Path, values: Mapping[str, Any]) -> None:
-        """Write the config of a resumed start once it has trained a step. `values` come from `config_of`."""
+        """Write the config of a resumed run that has trained a step. `values` come from `config_of`."""
         self._started |= values
         _replace(directory, {**read(directory), **values})
 
     def end(self, directory: Path, stage: str, values: Mapping[str, Any], error: BaseException | None) -> None:
-        """Write how the run ended. A resume that was rejected before it started leaves the file unchanged."""
+        """Record how the run ended. A resume that was rejected before it started leaves the file unchanged."""
         if _owns(directory, stage) and (self._started or read(directory)["state"] == STARTING):
             _replace(directory, {**read(directory), **self._started, **values, "ended": time.time(), **_outcome(error)})
 
 
 def create(directory: Path, identity: str, stage: str) -> None:
-    """Make a folder a run directory. Raises OSError if it is not writable."""
+    """Make a folder a run directory by writing `run.json`. Raises OSError if the folder is not writable."""
     if identity_of(directory) != identity:
         _write(directory, new_run(identity, stage))
 
 
 def new_run(identity: str, stage: str) -> dict[str, Any]:
-    """Return the initial contents of the file."""
+    """Return the initial contents of `run.json`."""
     return {"legato": __version__, "id": identity, "stage": stage, "state": STARTING, "created": time.time()}
 
 
 def fail(directory: Path, error: BaseException, since: float) -> None:
-    """Write the end of a run whose workers this process started at time `since`.
+    """Record the failure of a run whose workers this process started at time `since`.
 
-    This process knows which worker failed first.
-
-    An older file stays unchanged, because the workers did not resume that run.
+    Workers do not record this, because only this process knows which worker failed first. A file written before `since`
+    is left unchanged, because the workers did not resume that run.
     """
     values = read(directory)
     if values and values.get("began", since) >= since:
@@ -85,7 +84,7 @@ def fail(directory: Path, error: BaseException, since: float) -> None:
 
 
 def read(directory: Path) -> dict[str, Any]:
-    """Return the `run.json` of a run directory; {} for any other folder."""
+    """Return the contents of `run.json` in a run directory; {} for any other folder."""
     # require both keys, because other programs write a run.json too; their folders are never listed or deleted
     values = parse_small(directory / RUN_FILE)
     if not isinstance(values, dict) or not values.get("legato"):
@@ -114,7 +113,7 @@ def config_of(text: str | None, explicit: str | None) -> dict[str, Any]:
 
 
 def flat_config(text: str) -> dict[str, Any]:
-    """Return the values of a YAML config by dotted keys; a list counts as a single value."""
+    """Return the values of a YAML config by dotted key. A list is a single value."""
     import yaml  # not at the top: readers of runs do not need it
 
     flat: dict[str, Any] = {}
@@ -131,13 +130,13 @@ def flat_config(text: str) -> dict[str, Any]:
 
 
 def _owns(directory: Path, stage: str) -> bool:
-    """Return whether a call may write the file: an evaluation must not overwrite the end of its training run."""
+    """Return whether a call may write the file. An evaluation must not overwrite the record of its training run."""
     # an evaluation may run in the directory of its training
     return read(directory).get("stage") == stage
 
 
 def _outcome(error: BaseException | None) -> dict[str, Any]:
-    """Return the run's state after an error, with the error's text and traceback."""
+    """Return the run's state after `error` (None: success), with the error's text and traceback."""
     if error is None:
         return {"state": DONE}
     # a run that was asked to stop has not failed: `legato runs` lists it as resumable
@@ -161,6 +160,6 @@ def _write(directory: Path, values: Mapping[str, Any]) -> None:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Replace a file in a run directory atomically: a kill leaves either the old or the new file."""
+    """Replace a file in a run directory atomically. If the process is killed, the old or the new file remains."""
     # Python stores a path's invalid bytes as lone surrogates, which backslashreplace turns into JSON escapes
     replace_file(path, text.encode("utf-8", "backslashreplace"))
