@@ -1,7 +1,7 @@
-"""Legato: a trainer for PyTorch. The same run on any hardware, through any break, with the same result.
+"""Legato: a trainer for PyTorch. A run gives the same result on any hardware and after any interruption.
 
-Only the public names live here, and each is imported when it is first used, so that `legato --help` and a config
-mistake do not wait for torch.
+This module contains only the public names. Each is imported on first use, so that `legato --help` and messages about
+mistakes in a config do not wait for torch.
 """
 
 from importlib import import_module

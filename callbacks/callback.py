@@ -4,8 +4,8 @@ The diagram lists every hook in call order: `C` marks hooks of callbacks, `T` ho
 task, with two exceptions: a MonitoringCallback, which acts on metrics, runs after the task, and a CheckpointCallback,
 which saves, runs last. A test checks this diagram against the code.
 
-    prepare_data                                   T   on one process per machine; the data module's first
-    setup                                        C T   (stage); the data module's first
+    prepare_data                                   T   one process per machine; runs after the data module's hook
+    setup                                        C T   (stage); runs after the data module's hook
     configure_model                                T
     on_load_checkpoint                           C T   when resuming from a checkpoint
     train_dataloader                               T   or the data module's, unless you pass loaders; fit only
@@ -137,7 +137,7 @@ class Callback:
         """
 
     def on_step_end(self, trainer: "Trainer", task: "Task") -> None:
-        """Called once per step after the optimizers, on every process, even one without a batch in the step."""
+        """Called on every process at the end of each step, even if the process has no batch in the step."""
 
     def on_before_backward(self, trainer: "Trainer", task: "Task", loss: "torch.Tensor") -> None:
         """Called before each backward pass."""
@@ -196,7 +196,7 @@ class Callback:
         """Called after a checkpoint is read, before its state is restored."""
 
     def on_processes_changed(self, trainer: "Trainer", task: "Task") -> None:
-        """Called after processes leave or join an elastic run. Ranks may differ; the epoch continues."""
+        """Called after processes leave or join an elastic run. A process's rank may change. The epoch continues."""
 
     def on_exception(self, trainer: "Trainer", task: "Task", exception: BaseException) -> None:
         """Called when an exception ends the run."""
@@ -205,6 +205,6 @@ class Callback:
 class MonitoringCallback(Callback):
     """Base class of callbacks that act on metrics. Their hooks run after those of the task and of other callbacks.
 
-    `on_train_batch_end` runs on every process after every step, so it may save a checkpoint or decide for all
+    `on_train_batch_end` runs on every process after every step, so it may save a checkpoint or make a decision for all
     processes. On a process without a batch, `outputs` and `batch` are None.
     """

@@ -70,21 +70,21 @@ class Checkpoint(CheckpointCallback):
         mode: "min" if smaller values are better, "max" if larger values are better.
         save_top_k: Number of best checkpoints to keep or, without `monitor`, of newest checkpoints. -1 keeps all.
         save_last: Also keep the newest checkpoint.
-        every_n_train_steps: Save every n optimizer steps. You can combine it with `every_n_epochs` and
-            `train_time_interval`. 0 disables it.
+        every_n_train_steps: Save every n optimizer steps; 0 disables this interval. You can combine it with
+            `every_n_epochs` and `train_time_interval`.
         every_n_epochs: Save every n epochs; 0 disables it.
-        train_time_interval: Time between saves, a timedelta or a number of minutes.
+        train_time_interval: Time between saves, as a timedelta or a number of minutes.
         dirpath: Folder to save to instead of the run directory; a local path or an address such as s3://bucket/run.
             `resume="auto"` finds this run's checkpoints there.
         save_on_train_epoch_end: Save at the end of the training epoch (True) or after validation (False).
         save_weights_only: Save only the weights, without the other state that a resume needs.
         asynchronous: Write in the background. The previous checkpoint is deleted when the next save begins.
-        share_frozen: Store frozen weights once, in `base/` beside the checkpoints, so that checkpoints hold only
+        share_frozen: Store frozen weights once, in `base/` beside the checkpoints, so that checkpoints contain only
             trained weights. A frozen weight that changes is stored again. None (default): True if more than half of
             the weights are frozen. `legato export RUN DIR/` turns such a checkpoint into a self-contained one.
         filename: Template for names, such as "epoch={epoch}-{val/acc:.3f}". Fields are `step`, `epoch` and names in
             `trainer.callback_metrics`. If a checkpoint with the same name exists, the new one replaces it, unless the
-            existing one would be kept. In that case the new name gets a version number, such as "best-v1".
+            existing one would be kept. In that case, a version number is added to the new name, such as "best-v1".
 
     Raises ConfigError if a count is negative, if two Checkpoint callbacks share a folder, or if nothing has logged the
     monitored metric by the end of an epoch.
@@ -295,14 +295,14 @@ class Checkpoint(CheckpointCallback):
             self.save(trainer)
 
     def on_train_epoch_end(self, trainer: "Trainer", task: "Task") -> None:
-        """Save, unless the save comes after validation. Raises ConfigError if nothing has logged the metric."""
+        """Save unless saves follow validations. Raises ConfigError if nothing has logged the metric."""
         if self._metric is not None and self._metric.is_missing(trainer):
             self._metric.refuse(trainer)
         idle = self._due_step > 0 and not self.index.checkpoints and not self.save_last and self.save_top_k != 0
         if idle and trainer.is_global_zero:
             log.warning(
-                "Checkpoint: no checkpoint was saved by step %d. With save_last=False, a checkpoint needs a value of "
-                "%r, but no validation ran at the steps to save. Set val_check_interval to match those steps.",
+                "Checkpoint: no checkpoint was saved by step %d. With save_last=False, a checkpoint requires a value "
+                "of %r, but no validation ran at these steps. Set val_check_interval so that it does.",
                 trainer.global_step, self.monitor,
             )  # fmt: skip
         if not trainer.state.epoch_ended:
@@ -329,7 +329,7 @@ class Checkpoint(CheckpointCallback):
             self.save(trainer)
 
     def save_cut_epoch(self, trainer: "Trainer") -> None:
-        """With `save_last`, save before the last validation of a run that stops mid-epoch."""
+        """If `save_last` is set, save before the last validation of a run that stops mid-epoch."""
         if self.save_last and self.filename is None:  # a template may need values of the validation
             self.save(trainer)
 
@@ -353,9 +353,9 @@ class Checkpoint(CheckpointCallback):
         return next((entry.step for entry in reversed(self.index.checkpoints.values())), 0)
 
     def save(self, trainer: "Trainer", always: bool = False) -> None:
-        """Write the current state unless it is already saved or, without `always`, would not be kept.
+        """Save the current state unless it is already saved.
 
-        All ranks must call this.
+        If `always` is False, skip a checkpoint that would not be kept. All ranks must call this.
         """
         if trainer.fast_dev_run or self.dirpath is None:
             return
@@ -432,7 +432,7 @@ class Checkpoint(CheckpointCallback):
         """Return the value to rank by; None if it is outdated or a training mean over an incomplete epoch.
 
         Args:
-            between: Whether the run stops within an epoch.
+            between: Whether the run stops in the middle of an epoch.
         """
         if self._metric is None or ((self._is_cut_off or between) and self._metric.is_from_training(trainer)):
             return None

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 class CheckpointCallback(MonitoringCallback):
     """Base class of callbacks that save checkpoints. Their hooks run last.
 
-    If you pass one, the trainer does not add its default Checkpoint callback. The properties below give the paths of
-    kept checkpoints; a subclass need not override them.
+    If you pass such a callback, the trainer does not add its default Checkpoint callback. The properties below return
+    the paths of kept checkpoints. A subclass does not have to override them.
     """
 
     dirpath: Path | str | None = None
@@ -42,4 +42,4 @@ class CheckpointCallback(MonitoringCallback):
         """Save before the last validation of a run that stops mid-epoch. Every rank must call this method."""
 
     def save(self, trainer: "Trainer", always: bool = False) -> None:
-        """Write the current state; with `always`, even if it would not be kept. Every rank must call this method."""
+        """Save the current state; if `always`, even if it would not be kept. Every rank must call this method."""

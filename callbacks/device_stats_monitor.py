@@ -15,9 +15,9 @@ PREFIX = "DeviceStatsMonitor"
 class DeviceStatsMonitor(Callback):
     """Logs statistics of rank 0's device at logging points, before and after a batch.
 
-    On an accelerator, it logs all values from memory_stats (such as torch.cuda.memory_stats); on MPS, the allocated
-    bytes; on the CPU, the load and memory use in percent (requires psutil). Names have the form
-    `DeviceStatsMonitor.on_train_batch_end/NAME`.
+    On accelerators such as CUDA, it logs all values from torch.cuda.memory_stats or its equivalent. On MPS, it logs the
+    number of allocated bytes. On the CPU, it logs the load and memory use in percent, which requires psutil. Names have
+    the form `DeviceStatsMonitor.on_train_batch_end/NAME`.
 
     Args:
         cpu_stats: When to log CPU statistics. True: always; None: only if the device is the CPU; False: never.

@@ -31,8 +31,8 @@ class EarlyStopping(MonitoringCallback):
         check_finite: End the run when the metric is NaN or infinite.
         stopping_threshold: End the run when the metric is better than this value.
         divergence_threshold: End the run when the metric is worse than this value.
-        check_on_train_epoch_end: True: check only at the end of epochs; False: only after validations. None: at
-            whichever point the metric is logged.
+        check_on_train_epoch_end: True: check only at the end of epochs; False: only after validations. None: after
+            validations or at the end of epochs, depending on where the metric is logged.
 
     Raises ConfigError if `patience` is negative or if `mode` is unknown.
     """

@@ -76,7 +76,7 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def freeze_module(module: "nn.Module") -> None:
-        """Freeze the parameters that a module holds directly, not those of its children."""
+        """Freeze a module's own parameters, but not those of its submodules."""
         BaseFinetuning._set(module, False)
 
     @staticmethod
@@ -100,7 +100,7 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def filter_on_optimizer(optimizer: "Optimizer", params: "Iterable[nn.Parameter]") -> "list[nn.Parameter]":
-        """Return the parameters that `optimizer` does not have yet, and warn about the others."""
+        """Return the parameters that `optimizer` does not contain yet, and warn about the others."""
         present = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         params = list(params)
         new_params = [parameter for parameter in params if id(parameter) not in present]

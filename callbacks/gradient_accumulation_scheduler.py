@@ -19,7 +19,7 @@ class GradientAccumulationScheduler(Callback):
         scheduling: Batches per step by epoch (counted from 0): `{0: 8, 4: 4}` accumulates 8 batches in epochs 0 to 3
             and 4 from epoch 4 on. Before the first key, each step uses one batch.
 
-    Raises ConfigError if `scheduling` has invalid values, if `trainer.accumulate_grad_batches` is set too, or under
+    Raises ConfigError if `scheduling` has invalid values, if `trainer.accumulate_grad_batches` is also set, or under
     manual optimization.
     """
 
@@ -45,7 +45,7 @@ class GradientAccumulationScheduler(Callback):
         return self.scheduling[max(first for first in self.epochs if first <= epoch)]
 
     def setup(self, trainer: "Trainer", task: "Task", stage: str) -> None:
-        """Set the value for the first epoch. Raises ConfigError if `trainer.accumulate_grad_batches` is set too."""
+        """Set the value for the first epoch. Raises ConfigError if `trainer.accumulate_grad_batches` is also set."""
         if stage != "fit":
             return
         if trainer.accumulate_grad_batches != 1:

@@ -13,10 +13,11 @@ if TYPE_CHECKING:
 
 
 class LearningRateMonitor(Callback):
-    """Logs learning rates under Lightning's names: `lr-AdamW`, `lr-AdamW/pg1` (groups), `lr-SGD-1` (a second SGD).
+    """Logs learning rates under the same names as Lightning, such as `lr-AdamW`.
 
-    A scheduler's `name` replaces `lr-AdamW`, and a parameter group's `name` replaces `pg1`. The value logged at a step
-    is the learning rate used for that step's update.
+    With several parameter groups, the names are `lr-AdamW/pg1` and so on; a second SGD optimizer is `lr-SGD-1`. A
+    scheduler's `name` replaces `lr-AdamW`, and a parameter group's `name` replaces `pg1`. The value logged at a step is
+    the learning rate used for that step's update.
 
     Args:
         logging_interval: "step" (every logging point) or "epoch" (the beginning of each epoch). None: the interval of
@@ -44,7 +45,7 @@ class LearningRateMonitor(Callback):
         """A step and the rates to log once it completes. Until then, a hook may skip the rest of the epoch."""
 
     def on_train_batch_start(self, trainer: "Trainer", task: "Task", batch: Any, batch_idx: int) -> None:
-        """Read the rates once per logging point, before a step scheduler changes them."""
+        """Record the learning rates once per logging point, before a scheduler with interval "step" changes them."""
         step = trainer.state.global_step + 1
         if step % trainer.log_every_n_steps == 0 and step != self._logged_step:
             self._logged_step = step

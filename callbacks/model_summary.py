@@ -30,8 +30,8 @@ class ModelSummary(Callback):
 def summarize(task: "nn.Module", max_depth: int = 1) -> str:
     """Return a table of modules with their name, type, parameter count and trainable parameter count, and totals.
 
-    A shared parameter counts once in each module that holds it and once in the totals. An uninitialized (lazy)
-    parameter is marked and counts as 0.
+    A shared parameter is counted once in each module that contains it and once in the totals. An uninitialized (lazy)
+    parameter is marked and counted as 0.
     """
     rows = [("name", "type", "parameters", "trainable")]
     for name, module in task.named_modules():

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 class Monitor:
     """Reads a metric in `trainer.callback_metrics` and compares its values.
 
-    Detects whether validation or training logs the metric: if the value changes during a validation, validation logs
-    it. Values are equal on all ranks, so decisions based on them are too.
+    The monitor also detects whether training or validation logs the metric: if the value changes during a validation,
+    validation logs it. The values are equal on all ranks, so all ranks make the same decisions.
     """
 
     def __init__(self, name: str, mode: Literal["min", "max"], user: str) -> None:

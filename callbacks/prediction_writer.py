@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 class PredictionWriter(Callback):
     """Base class of callbacks that write predictions. Override `write_on_batch_end`, `write_on_epoch_end` or both.
 
-    Each process writes its own predictions and gets their dataset indices. To save memory, call
+    Each process writes its own predictions and receives their dataset indices. To save memory, call
     `trainer.predict(..., return_predictions=False)`. Predictions are then kept only if `write_on_epoch_end` is used.
 
     Args:
@@ -46,7 +46,7 @@ class PredictionWriter(Callback):
 
         Args:
             prediction: Return value of `predict_step`.
-            batch_indices: Dataset indices of the batch's samples; None if the data have no indices.
+            batch_indices: Dataset indices of the batch's samples; None if the samples have no indices.
         """
         raise NotImplementedError(f"{type(self).__name__} must define write_on_batch_end for this write_interval.")
 

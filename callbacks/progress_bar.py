@@ -34,13 +34,14 @@ class ProgressBar(ProgressDisplay):
     """Shows a progress bar, a table with a row for each epoch, and a summary line at the end.
 
     The bar shows the epoch, the step, the time left in the epoch, samples per second over all replicas, and metrics
-    logged with `prog_bar=True`. For training metrics, it shows the mean over the epoch so far (with multiple processes,
-    up to the newest logging point); for other metrics, the newest value. tqdm redraws it at most ten times a second.
-    Outside of terminals and notebooks, a line per minute replaces the bar. Metrics are read from the device at logging
-    points and every two seconds.
+    logged with `prog_bar=True`. For training metrics, it shows the mean over the epoch so far. With multiple processes,
+    that mean extends to the newest logging point. For other metrics, the bar shows the newest value. tqdm redraws the
+    bar at most ten times a second. Outside of terminals and notebooks, a line per minute replaces the bar. Metrics are
+    read from the device at logging points and every two seconds.
 
-    The table shows metrics logged with `prog_bar=True` and the metric that a Checkpoint monitors, whose best value is
-    marked with `*`. If there are none, it shows all logged metrics. Epochs count from 1.
+    The table shows metrics logged with `prog_bar=True` and the metric that a Checkpoint monitors. An asterisk marks
+    that metric's best value. If there are no such metrics, the table shows all logged metrics. Epochs are counted from
+    1.
 
     Args:
         refresh_rate: Minimum number of optimizer steps between redraws. 0: show nothing.
@@ -141,7 +142,7 @@ class ProgressBar(ProgressDisplay):
         steps = trainer.global_step - self._start[1]
         if not steps:
             end = f"the run already ended at step {trainer.global_step}"
-            write(f"Nothing to train: {end} (by max_epochs, max_steps or a callback). Raise the limit to continue.")
+            write(f"Nothing to train: {end}. To continue, raise max_epochs, max_steps or a callback's limit.")
             return
         seconds = max(time.monotonic() - self._began, 1e-9)
         rate = amount((trainer.state.samples_seen - self._start[2]) / seconds)
@@ -313,7 +314,7 @@ def write(text: str) -> None:
 
 @cache
 def _tqdm() -> Any:
-    """Return a tqdm class without the monitor thread, which would outlive the run, and with a lock only for threads."""
+    """Return a tqdm class without a monitor thread, which would outlive the run. Its lock only covers threads."""
     from tqdm.auto import tqdm
 
     class Bar(tqdm):  # type: ignore[type-arg]

@@ -17,7 +17,7 @@ class WeightAveraging(Callback):
 
     Validation, test and prediction use the averages, and after `fit` the task holds them. A checkpoint stores the
     trained weights as the model and the averages as this callback's state, and a resume restores both. Everything else
-    that reads weights from the checkpoint (`load_from_checkpoint`, an evaluation, `legato export`) gets the averages.
+    that reads weights from the checkpoint (`load_from_checkpoint`, an evaluation, `legato export`) uses the averages.
     With `save_weights_only`, the checkpoint stores the averages as the model. Averages are float32 or wider.
 
     Args:
@@ -44,11 +44,11 @@ class WeightAveraging(Callback):
 
     # --- training ---------------------------------------------------------------------------------------------------
     def setup(self, trainer: "Trainer", task: "Task", stage: str) -> None:
-        """Reset the averages before training. Raises ConfigError if processes do not hold all weights."""
+        """Reset the averages before training. Raises ConfigError if a process does not hold all weights."""
         if not trainer.strategy.has_all_weights and stage == "fit":
             raise ConfigError(
                 f"{type(self).__name__} needs all weights in each process, but under strategy "
-                f"{trainer.strategy.name!r} a process holds a part of them (its pipeline stages, or no remote module). "
+                f"{trainer.strategy.name!r} each process lacks some (other pipeline stages, or remote modules). "
                 f"Remove the callback, set pipeline to 1, or keep the modules local."
             )
         if stage == "fit":
@@ -118,11 +118,11 @@ class WeightAveraging(Callback):
     on_test_model_eval = on_predict_model_eval = on_validation_model_eval
 
     def on_validation_end(self, trainer: "Trainer", task: "Task") -> None:
-        """Swap out the averages before a checkpoint is saved."""
+        """Put the trained weights back into the task before a checkpoint is saved."""
         self._swap_out(task)
 
     def on_validation_model_train(self, trainer: "Trainer", task: "Task") -> None:
-        """Swap out the averages, even after an exception."""
+        """Put the trained weights back into the task, even after an exception."""
         self._swap_out(task)
 
     # the last hook of every evaluation, even if it fails: no run may continue with the averages

@@ -1,1 +1,1 @@
-"""The command `legato`, which runs YAML configs. No other package imports it."""
+"""The `legato` command, which runs YAML configs. No other package of Legato imports this one."""

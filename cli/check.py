@@ -62,7 +62,7 @@ OVERLAY = {
     # a failing trial must fail, not restart
     "max_restarts": 0,
 }
-"""Trainer arguments for a trial. `max_steps` stays, since learning rate schedules depend on the run's length."""
+"""Trainer arguments for a trial. `max_steps` is left unchanged, since learning rate schedules depend on it."""
 WARM_STEPS = 6
 """Minimum number of steps for a representative step time; with fewer steps, even the second half may be slow."""
 
@@ -96,7 +96,7 @@ class Report:
         return max(map(median, later), default=None)
 
     def text(self) -> str:
-        """Return the measurements for a terminal, without the problems."""
+        """Return the measurements as text for a terminal. Problems are not included."""
         return "\n".join(f"{name:<16}{value}" for name, value in self._rows())
 
     def _rows(self) -> Iterator[tuple[str, str]]:
@@ -195,7 +195,7 @@ def try_stages(config: "Config", original: "ConfiguredRun", folder: Path, report
     trainer = original.trainer
     skipped = [type(logger).__name__ for logger in trainer.loggers if not isinstance(logger, LOCAL_LOGGERS)]
     if skipped:
-        report.remarks.append(f"{', '.join(skipped)} was not tried, since it may write to a server.")
+        report.remarks.append(f"Not tried, since it may write to a server: {', '.join(skipped)}.")
     trial = attempt("fit", config, original, folder, report).trainer
     is_launched = find_place(trainer.cluster) is not None
     if is_launched:
@@ -221,7 +221,7 @@ def try_stages(config: "Config", original: "ConfiguredRun", folder: Path, report
 def attempt(
     name: str, config: "Config", original: "ConfiguredRun", folder: Path, report: Report, **options: Any
 ) -> "ConfiguredRun":
-    """Run a stage, and report each error once. Under a launcher, raise errors, since other ranks cannot continue."""
+    """Run a stage, and report each error once. Under a launcher, raise the error, since other ranks cannot continue."""
     trial = trial_of(config, original, name, folder)
     stage = getattr(trial.trainer, "fit" if name == "resume" else name)
     try:

@@ -35,7 +35,7 @@ TOLERANCE = 1e-4
 
 
 def run_export(arguments: Namespace) -> None:
-    """Run `legato export`. The suffix of OUT selects the format. For a folder, copy the full checkpoint."""
+    """Run `legato export`. The suffix of OUT selects the format. If OUT is a folder, copy the full checkpoint."""
     source, target = path_of(arguments.checkpoint), Path(arguments.out)
     if arguments.format == "hf":
         storage.require_new(target)
@@ -147,7 +147,7 @@ def trained_task(source: Location, words: Sequence[str], check: Callable[[Any], 
     stored = (copy_of(run) if isinstance(run, Address) else run) / CONFIG
     if not files and not stored.is_file():
         raise ConfigError(
-            f"The run of {checkpoint} has no {CONFIG} that names its task. Pass a config after the output file: "
+            f"The run of {checkpoint} has no {CONFIG} that specifies its task. Pass a config after the output file: "
             f"legato export CHECKPOINT OUT CONFIG.yaml"
         )
     task: Any = build_config(load_config([*([] if files else [str(stored)]), *words])).task

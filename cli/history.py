@@ -1,4 +1,4 @@
-"""ConfigHistory: a stored run that knows the config of each step, so that a replay can build its objects."""
+"""ConfigHistory: a run of `legato fit`, with the config of each step. A replay builds its objects from that config."""
 
 from collections.abc import Sequence
 from dataclasses import replace

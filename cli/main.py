@@ -49,10 +49,10 @@ GROUPS = {
         "help": Command(".help:run_help", "Explain a config key, or a class that a config may name."),
     },
     "runs on disk": {
-        "runs": Command(".runs.runs:run_runs", "List runs with state, step, best value and differing keys."),
+        "runs": Command(".runs.runs:run_runs", "List runs with their state, step, best value and changed keys."),
         "show": Command(".runs.show:run_show", "Show a run's config, metrics, last error and checkpoints."),
         "compare": Command(".runs.compare:run_compare", "Compare configs and metrics of several runs."),
-        "clean": Command(".runs.clean:run_clean", "Delete empty and failed runs and old checkpoints; asks first."),
+        "clean": Command(".runs.clean:run_clean", "Delete empty runs, failed runs and old checkpoints, after asking."),
         "samples": Command(".samples:run_samples", "List the samples of a step, or the steps that used a sample."),
         "replay": Command(".replay:run_replay", "Recompute steps of a run and verify them."),
         "verify": Command(".verify:run_verify", "Verify random segments of a run, and write a certificate."),
@@ -82,7 +82,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(prog=f"legato {name}", formatter_class=shape, allow_abbrev=False, **options)
 
     def parse(self, words: Sequence[str]) -> argparse.Namespace:
-        """Parse arguments in any order. Raises ConfigError for a mistake."""
+        """Parse arguments, which may be in any order. Raises ConfigError for a mistake."""
         # intermixed: options may come before, between and after the files and overrides of a config
         options, unknown = self.parse_known_intermixed_args(words)
         if unknown:
@@ -197,7 +197,7 @@ def _open_standard_files() -> None:
 
 
 def _find_modules_here() -> None:
-    """Put the working directory on sys.path, as `python -m` does. A console script has its own folder there instead."""
+    """Put the working directory on sys.path, as `python -m` does. For a console script, Python adds another folder."""
     try:
         here = str(Path.cwd())
     except FileNotFoundError as error:
@@ -208,7 +208,7 @@ def _find_modules_here() -> None:
 
 
 def _tell_other_ranks(error: Exception, code: int) -> None:
-    """Report an error to the launcher's other processes, for errors before the process group exists."""
+    """Report an error that occurred before the process group exists to the launcher's other processes."""
     from ..trainer.processes.rendezvous import tell_failure
 
     text = str(error) if isinstance(error, LegatoError) else f"{type(error).__name__}: {error}"

@@ -45,7 +45,7 @@ def run_plan(options: Namespace) -> None:
     plan = Plan(load_config(options.words))
     print("\n".join(f"{name:<16}{value}" for name, value in plan.rows(memory)))
     if plan.steps == 0:
-        raise DataError("An epoch of this run has no steps, so fit would fail: too few samples for its replicas.")
+        raise DataError("An epoch of this run has no steps, so fit would fail. Its replicas need more samples.")
 
 
 # --- sizes ------------------------------------------------------------------------------------------------------------
@@ -64,7 +64,7 @@ class StateSize:
     """Name of the optimizer, or the reason the size of its state is unknown."""
 
     def of_rank(self, weight_parts: int, optimizer_parts: int) -> "StateSize":
-        """Return the size of a rank's state if all ranks hold equal shares, rounded up."""
+        """Return the size of each rank's share of the state, rounded up, if all shares are equal."""
         optimizer = None if self.optimizer is None else -(-self.optimizer // optimizer_parts)
         weights, gradients = -(-self.weights // weight_parts), -(-self.gradients // weight_parts)
         return StateSize(self.parameters, weights, self.buffers, gradients, optimizer, self.optimizer_name)
@@ -76,7 +76,7 @@ class StateSize:
 
     @property
     def checkpoint(self) -> int:
-        """Bytes of a checkpoint, accurate to a few kB."""
+        """Size of a checkpoint in bytes, accurate to a few kB."""
         return self.weights + self.buffers + (self.optimizer or 0)
 
     def describe(self) -> str:
@@ -141,7 +141,7 @@ def measure_activations(task: "Task", batch: Any, recomputed: Sequence[str], pre
         batch: A batch with the shapes of the run's batches.
         recomputed: Classes of blocks that only save their inputs, since the backward pass recomputes the other tensors.
 
-    Raises ConfigError if training_step needs tensor values or a run.
+    Raises ConfigError if training_step needs the values of tensors or a running trainer.
     """
     of_batch: list[Tensor] = []
     batch = precision.convert_batch(batch)
@@ -175,7 +175,7 @@ def measure_activations(task: "Task", batch: Any, recomputed: Sequence[str], pre
                 task.training_step(*arguments)
         except Exception as error:  # such as an access to values or to the run
             reason = str(error).partition("\n")[0]
-            raise ConfigError(f"training_step fails without values: {type(error).__name__}: {reason:.100}") from error
+            raise ConfigError(f"training_step fails on fake tensors: {type(error).__name__}: {reason:.100}") from error
         finally:
             restore_classes(before)
         return sum(sizes)
@@ -283,6 +283,6 @@ class Plan:
             used += activations // self.run.parts.layers
         share = used / memory
         # the sum excludes temporary tensors and fragmentation
-        verdict = "does not fit" if share > 1 else "fits" if share <= 1 - RESERVED else "may not fit: drivers take some"
+        verdict = "does not fit" if share > 1 else "fits" if share <= 1 - RESERVED else "may not fit: drivers use some"
         without = f", without {' and '.join(missing)}" if missing else ""
         return f"{format_bytes(used)} of {format_bytes(memory)}{without}: {verdict}"

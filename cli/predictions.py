@@ -12,7 +12,7 @@ from ..base.errors import TaskError
 
 
 def write_predictions(predictions: Sequence[Any], folder: Path) -> Path:
-    """Write the results of all batches in order, as safetensors if they are tensors, or else as JSON Lines.
+    """Write the results of all batches in order, as safetensors if they are tensors, otherwise as JSON Lines.
 
     Args:
         predictions: One result per batch, written as "predictions". With several loaders, a list of results per loader,

@@ -57,7 +57,7 @@ class Record:
 
 
 class Recorder(MonitoringCallback):
-    """Records the steps of fit, saves the record in the run directory after each step, and ends the run.
+    """Records the steps of fit and ends the run. After each step, saves the record in the run directory.
 
     Each rank writes its own file, since a collective would fail if any rank has failed.
     """
@@ -170,7 +170,7 @@ def layout_of(records: list[Record]) -> str:
 
 
 def bits_of(trainer: "Trainer") -> str:
-    """Describe the versions and settings that affect bits on this machine, and how a resume reacts to changes."""
+    """Describe the versions and settings that affect the bits of a result, and how a resume reacts to changes."""
     numerics, is_bitwise = trainer.current_run.numerics, trainer.reproducible == "bitwise"
     names = [name for name in versions() if name not in NOT_REFUSED and numerics[name]]
     kernels = [str(numerics[name]) for name in ("cpu_capability", "device", "precision")]

@@ -108,7 +108,7 @@ def trainer_section(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def warm_up_if_several(values: Mapping[str, Any]) -> None:
-    """If the run has workers, start their fork server, which imports torch while this process does."""
+    """If the run has workers, start their fork server, so that it imports torch at the same time as this process."""
     trainer = trainer_section(values)
     devices = trainer["devices"]
     several = devices > 1 if isinstance(devices, int) else isinstance(devices, list) and len(devices) > 1
@@ -138,7 +138,7 @@ def weights_of(run: "ConfiguredRun") -> Any:
 
 
 def _resolve_own_run(config: "Config", command: str) -> None:
-    """Resolve references to the run directory of a stored config, since a launcher only receives the config's values.
+    """Resolve a stored config's references to its run directory. A launcher receives only the config's values.
 
     Raises ConfigError if `resume=auto` would resume another run.
     """

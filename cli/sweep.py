@@ -110,7 +110,7 @@ def _read_call(word: str, key: str, kind: str, numbers: Sequence[str]) -> Axis:
 
 
 def list_values(axes: Sequence[Axis], count: int | None, seed: int) -> list[Values]:
-    """Return the values of all trials: a grid, or `count` random trials. A larger count only appends trials."""
+    """Return the values of all trials: a grid, or `count` random trials. Increasing `count` only appends trials."""
     interval = next((axis for axis in axes if axis.scale), None)
     if interval is not None:
         if count is None:
@@ -173,7 +173,7 @@ class Trial:
     """Environment variable NAME=VALUE that assigns devices to the process; "" assigns none."""
 
     def read(self, metric: str, mode: str) -> str:
-        """Read the result from the run directory, and return the state of the run; "" before the run starts."""
+        """Read the result from the run directory, and return the state of the run, or "" if it has not started."""
         runs = find_runs(self.folder) if self.folder.is_dir() else []
         if not runs:
             return ""
@@ -344,7 +344,7 @@ class Sweep:
         return table([[_cell(cell) for cell in row[:-1]] for row in rows])
 
     def finish(self) -> None:
-        """Print the results. Exit code: 130 or 75 after a signal, 75 if trials are unfinished, 1 if a trial failed."""
+        """Print the results. Exit with 130 or 75 after a signal, 75 if trials are unfinished, 1 if a trial failed."""
         print(self.write(), file=STDOUT, flush=True)
         left = self.count - sum(bool(trial.state) for trial in self.trials)
         failed = sum(trial.state == "failed" for trial in self.trials)
@@ -358,7 +358,7 @@ class Sweep:
             raise WorkerError(f"{failed} of {self.count} trials failed. See log.txt in their folders.")
 
     def _end(self, number: int) -> None:
-        """Signal all trials to save and exit; after a second Ctrl-C, kill them. `number` 0 repeats earlier signals."""
+        """Signal all trials to save and exit; after a second Ctrl-C, kill them. If `number` is 0, repeat them."""
         self.signals += [number] if number else []
         again = self.signals.count(signal.SIGINT) > 1
         for trial in self.trials:

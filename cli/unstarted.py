@@ -27,7 +27,7 @@ AUTOMATIC = ("auto", -1, "-1")
 
 
 def processes_of(config: "Config") -> "tuple[int, StateParts]":
-    """Return the number of processes in a config's run, and how they share the run's state. Starts no processes."""
+    """Return the number of processes in a config's run, and how they share its state. No process is started."""
     trainer = config.values["trainer"]
     # only the arguments that determine the processes: others may need devices that this machine lacks
     shape = build_arguments(config, {name: trainer[name] for name in ("num_nodes", "strategy", "replicas")})
@@ -45,7 +45,7 @@ def _count_devices(trainer: Mapping[str, Any]) -> int:
 class UnstartedRun:
     """The objects of a config, each built on first access.
 
-    The task is on the meta device, so it may be of any size. The data is real.
+    The task is on the meta device, so it may be of any size. The data module and its loaders are the real ones.
 
     Raises ConfigError if the process layout is impossible.
     """
@@ -62,7 +62,7 @@ class UnstartedRun:
 
     @cached_property
     def data(self) -> "DataModule | None":
-        """The data module, built with an empty task."""
+        """The data module. An empty task replaces the config's task while it is built."""
         if self.config.values.get("data") is None:
             return None
         # building the real task on the meta device would also create the data's tensors there

@@ -24,4 +24,4 @@ def run_verify(options: Namespace) -> None:
     with shown_from(options.level or "--quiet"):
         verification = verify(history, count, seed=seed, devices=devices, out=out)
     if not verification.is_proven:
-        raise LegatoError("Recomputing the run on this machine gave different results; the certificate says where.")
+        raise LegatoError("Recomputing the run on this machine gave different results, which the certificate lists.")

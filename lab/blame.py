@@ -39,9 +39,9 @@ SHOWN = 20
 class Blame(Callback):
     """Computes the loss and gradient of each sample in a step before the step runs, without changing the run.
 
-    Each sample is loaded and augmented as in the original batch. It then goes through training_step as a batch of one,
-    with the same random numbers as that batch. Batch norms use their running averages, since one sample has no batch
-    statistics.
+    Each sample is loaded and augmented as in the original batch. training_step then receives it as a batch of one, with
+    the same random numbers as the original batch. Batch norms use their running averages, since a single sample has no
+    batch statistics.
     """
 
     def __init__(self, step: int, replica: int | None = None) -> None:

@@ -49,7 +49,7 @@ class CheckpointRecord:
 
 
 class RunHistory:
-    """History of a run, read from the run directory. Steps start at 1: step N takes `global_step` from N - 1 to N."""
+    """History of a run, read from its directory. Steps start at 1: step N increases `global_step` from N - 1 to N."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -128,7 +128,7 @@ class RunHistory:
         the run has no record of the step's epoch.
         """
         if step < 1:
-            raise ConfigError(f"step={step}: steps count from 1; step 1 takes global_step from 0 to 1.")
+            raise ConfigError(f"step={step}: steps are counted from 1. Step 1 increases global_step from 0 to 1.")
         begun = self.epochs
         # epochs.jsonl holds the step after which each epoch started, including epochs that a resume cut short
         past = [epoch for epoch in begun if begun[epoch] < step]

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 class Microscope(MonitoringCallback):
     """Logs norms and activation statistics of each module every n-th step.
 
-    * `weights/NAME`, `gradients/NAME` and `updates/NAME`: norms of the parameters that the module holds directly, of
-      the gradients after clipping, and of the parameters' change in the step.
+    * `weights/NAME`, `gradients/NAME` and `updates/NAME`: norms of the module's own parameters, without those of its
+      submodules, of their gradients after clipping, and of their change in the step.
     * `activations/NAME.mean`, `.std`, `.largest` (by absolute value) and `.kurtosis`: statistics of the output of each
       module without submodules, over all batches of the step.
 
@@ -139,7 +139,7 @@ def refuse_parts(callback: Callback, trainer: "Trainer", stage: str) -> None:
 
 
 def total_norm(tensors: "list[Any]") -> "Tensor":
-    """Return the norm over all values of several tensors. Collective for sharded tensors: all shards count."""
+    """Return the norm over all values of several tensors. For sharded tensors, this is a collective over all shards."""
     import torch
 
     # torch can combine norms only of tensors on the same mesh; sparse gradients contribute their values
@@ -166,7 +166,7 @@ def moments(tensor: "Tensor") -> "Tensor":
 
 
 def summary_of(rows: "list[list[float]]") -> tuple[float, float, float, float]:
-    """Return mean, standard deviation, largest absolute value and kurtosis (3 for a normal distribution)."""
+    """Return the mean, standard deviation, largest absolute value and kurtosis (3 for a normal distribution)."""
     count, *sums = (sum(row[index] for row in rows) for index in range(5))
     if not count:
         return (0.0,) * 4

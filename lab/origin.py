@@ -44,7 +44,7 @@ def changed_values(was: Mapping[str, Any] | None, now: Mapping[str, Any]) -> str
 
 
 def code_differences(directory: Path, git: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a line with the files that differ from the run's code, which is its commit plus uncommitted changes."""
+    """Yield a line that lists the files that differ from the run's commit plus its uncommitted changes."""
     root, commit = Path(git["root"]), str(git["commit"])
     current = code_of(root, commit) if root.is_dir() else None
     if current is None or current["diff_bytes"] is None:

@@ -120,7 +120,7 @@ class Replayed:
         if not self.values:
             return "Proof       none: the run logged no values in these steps"
         if not self.differing:
-            return f"Proof       {compared} in metrics.jsonl are equal to the bit"
+            return f"Proof       {compared} in metrics.jsonl are bitwise identical"
         if self.holds:
             rounding = f"largest relative difference {self.largest:.1e}; {self.why}"
             return f"Proof       {compared} in metrics.jsonl are equal up to rounding ({rounding})"

@@ -47,7 +47,7 @@ class SampleLookup:
         self._data: dict[tuple[int, int, int], TrainingData] = {}
 
     def place(self, step: int) -> StepPlace:
-        """Return the position of a step. Uses the newest settings if the run has not reached the step."""
+        """Return the position of a step. If the run has not reached the step, use the newest settings."""
         epoch, begun, steps = self.history.epoch_of(step)
         # once a later epoch has started, this epoch's number of steps is recorded
         if steps is None:  # the last recorded epoch, which may have been cut short
@@ -56,11 +56,11 @@ class SampleLookup:
                 epoch, begun = epoch + 1, begun + steps
                 steps = self.steps_in(step, epoch)
                 if steps == 0:
-                    raise DataError(f"Epoch {epoch} has no step under the settings of step {step}.")
+                    raise DataError(f"With the settings of step {step}, epoch {epoch} has no steps.")
         return StepPlace(step, epoch, step - begun - 1, steps)
 
     def steps_in(self, step: int, epoch: int) -> int | None:
-        """Return an epoch's number of steps under a step's settings; None for a stream without a length."""
+        """Return the number of steps in an epoch with the settings of a step; None for a stream without a length."""
         return steps_of(self.data(step, epoch), epoch)
 
     def data(self, step: int, epoch: int) -> TrainingData:
@@ -90,7 +90,7 @@ class SampleLookup:
         return self._data[key]
 
     def at(self, step: int) -> StepInput:
-        """Return a step without its data: the sample indices of each replica or, for a stream, the batch numbers.
+        """Return the sample indices of each replica in a step or, for a stream, the batch numbers. Loads no samples.
 
         Raises DataError if a sampler returns a different order each time, so that the run's order is unknown.
         """
@@ -157,7 +157,7 @@ def chosen_batches(step: StepInput, replica: int | None) -> list[ReplicaBatch]:
     if not batches:
         replicas = sorted({item.replica for item in step.batches})
         raise ConfigError(
-            f"replica={replica}: the replicas with a batch in this step are {', '.join(map(str, replicas))}."
+            f"replica={replica} has no batch in this step. Replicas with a batch: {', '.join(map(str, replicas))}."
         )
     return batches
 
@@ -167,7 +167,7 @@ def shown_samples(directory: Path, place: StepPlace, step: StepInput, replica: i
     of = "" if place.steps_of_epoch is None else f" of {place.steps_of_epoch:,}"
     samples = f": {counted(step.samples, 'sample')}" if step.samples else ""
     run, number = location_of(directory), place.number + 1
-    yield f"Step {place.step:,} of {run}: epoch {place.epoch:,}, its step {number:,}{of}{samples}"
+    yield f"Step {place.step:,} of {run}: epoch {place.epoch:,}, step {number:,}{of} in the epoch{samples}"
     # replicas take a stream's batches in turn, so replica and round determine the batch number
     replicas = 1 + max(item.replica for item in step.batches)
     for item in chosen_batches(step, replica):
@@ -181,7 +181,7 @@ def shown_samples(directory: Path, place: StepPlace, step: StepInput, replica: i
 
 
 def shown_sample(index: Any) -> str:
-    """Return an index without spaces, since a user's sampler may return tuples."""
+    """Return an index as text without spaces. A user's sampler may return tuples, whose text has spaces."""
     return str(index).replace(" ", "")
 
 
@@ -201,7 +201,7 @@ def shown_steps(lookup: SampleLookup, index: Any, until: int | None, replica: in
                 count += 1
                 where = f", loader {', '.join(names)}" if names != [""] else ""
                 which = f"replica {item.replica}, batch {item.batch_idx:,}{where}"
-                yield f"step {step:,}  epoch {place.epoch:,}, its step {place.number + 1:,}, {which}"
+                yield f"step {step:,}  epoch {place.epoch:,}, step {place.number + 1:,} in the epoch, {which}"
     yield f"Sample {shown_sample(index)} was seen {counted(count, 'time')} in {counted(until, 'step')}."
 
 

@@ -1,4 +1,4 @@
-"""ScriptHistory: a run that a user's script started. Legato recreates its objects by rerunning the script up to fit."""
+"""ScriptHistory: a run started by a user's script. Legato reruns the script up to fit to recreate the task and data."""
 
 import json
 import logging
@@ -114,8 +114,8 @@ def run_to_fit(start: Mapping[str, Any], settings: Mapping[str, Any], processes:
             _imported.update(name for name in local if name.partition(".")[0] != __package__.partition(".")[0])
     if not made:
         raise ConfigError(
-            f"{script} ended before fit {start['fit']} of its Trainer {start['trainer']}, which started the run. Make "
-            f"it reach that fit with the arguments of the run, or {BY_HAND}."
+            f"{script} ended before call {start['fit']} to fit on Trainer {start['trainer']}, which started the run. "
+            f"Change the script so that it reaches this call with the run's arguments, or {BY_HAND}."
         )
     # pickle looks up classes of the script there
     sys.modules["__main__"] = made.pop()
@@ -201,8 +201,8 @@ def read_setting(word: str) -> tuple[str, Any]:
     key, _, text = word.partition("=")
     if not key.startswith("trainer.") or key.count(".") > 1:
         raise ConfigError(
-            f"{word}: a script started this run and creates its task, data and callbacks, so you can only set "
-            f"trainer.NAME=VALUE."
+            f"{word}: a script started this run and creates its task, data and callbacks, so you can only "
+            f"override trainer.NAME=VALUE."
         )
     if (name := key.removeprefix("trainer.")) not in ARGUMENT_NAMES:
         raise ConfigError(f"{word}: the Trainer has no argument {name!r}.{did_you_mean(name, ARGUMENT_NAMES)}")

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("legato")
 
 SPIKES = "spikes.jsonl"
-"""File in the run directory with one line per spike. If a step has several lines, the last one counts."""
+"""File in the run directory with one line per spike. If a step has several lines, the last line is valid."""
 LEAST = 10
 """Number of steps before the first check."""
 NORMAL = 1.4826
@@ -34,22 +34,22 @@ class SpikeWatch(Callback):
     """Detects loss spikes: checks the mean loss and the unclipped gradient norm of each step.
 
     A value is a spike if it is not finite or exceeds median + factor * spread over the last `window` steps. The spread
-    is the median absolute deviation, scaled to standard deviations of a normal distribution. Spikes do not enter the
-    median and the spread. With fewer than ten previous steps (or `window`, if smaller), only non-finite values are
-    spikes. Steps that nan="skip" or the loss scaler of 16-mixed skips are not checked.
+    is the median absolute deviation, scaled to standard deviations of a normal distribution. Spikes are excluded from
+    the median and the spread. Until there are ten previous steps (or `window` steps, if fewer), only non-finite values
+    are spikes. Steps that nan="skip" or the loss scaler of 16-mixed skips are not checked.
 
     "warn" reads the values only when the run reads the device anyway, and warns at the next logging point. "skip" reads
-    them in every step and skips the update in a spike. Weights and optimizer states then stay unchanged, but effects of
-    the forward pass (batch norm statistics, logged values) remain. Each spike is recorded as a line of `spikes.jsonl`
-    in the run directory. To find the sample, use `legato samples RUN step=N --blame`; to exclude it, use
-    `trainer.leave_out_samples`.
+    them in every step and skips the update of a spike. Weights and optimizer states are then left unchanged, but the
+    effects of the forward pass (batch norm statistics, logged values) remain. Each spike is recorded as a line of
+    `spikes.jsonl` in the run directory. To find the sample that caused it, use `legato samples RUN step=N --blame`. To
+    exclude that sample, use `trainer.leave_out_samples`.
 
     Args:
-        factor: Number of spreads above the median at which a value becomes a spike.
+        factor: Number of spreads above the median beyond which a value is a spike.
         window: Number of previous steps for the median and the spread.
         then: "warn" or "skip".
-        most_in_a_row: Maximum number of consecutive finite spikes. Further high values count as a new level: they enter
-            the median and only cause warnings.
+        most_in_a_row: Maximum number of consecutive finite spikes. Further high values are treated as a new level: they
+            are included in the median and only cause warnings.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class SpikeWatch(Callback):
         optimizers, runs_step = trainer.optimizers, trainer.current_run.optimization.needs_closure
         if runs_step or (self.then == "skip" and len(optimizers) > 1):
             came = f"{type(optimizers[0]).__name__}, which evaluates the loss itself" if runs_step else "several"
-            raise ConfigError(f"SpikeWatch(then={self.then!r}) needs one optimizer, one update per step; got {came}.")
+            raise ConfigError(f"SpikeWatch(then={self.then!r}) needs one optimizer with one update a step, got {came}.")
 
     def on_processes_changed(self, trainer: "Trainer", task: "Task") -> None:
         """Discard the losses of a step that is repeated after processes change in an elastic run."""
@@ -117,7 +117,7 @@ class SpikeWatch(Callback):
         self._losses.append((trainer.metrics.replica, loss.detach(), trainer.metrics.samples))
 
     def on_before_optimizer_step(self, trainer: "Trainer", task: "Task", optimizer: "Optimizer") -> None:
-        """Record the step's values on the device; with "skip", check them now."""
+        """Record the step's values on the device. If `then` is "skip", check them immediately."""
         import torch
 
         self._begin_step(trainer.global_step + 1)
@@ -151,7 +151,7 @@ class SpikeWatch(Callback):
         self._judge(trainer)
 
     def _judge(self, trainer: "Trainer") -> bool:
-        """Check the steps not checked yet, and return whether to skip the update of the newest one."""
+        """Check the steps that are not checked yet, and return whether to skip the update of the newest step."""
         import torch
 
         unread, self._unread, is_left_out = self._unread, {}, False
@@ -187,7 +187,7 @@ class SpikeWatch(Callback):
         return bool(above) and not is_level
 
     def _limit(self, values: list[float]) -> float:
-        """Return the value above which a step is a spike; infinity with too few values."""
+        """Return the value above which a step is a spike; infinity if there are too few values."""
         if len(values) < min(LEAST, self.window):
             return math.inf
         # medians, since a single spike would move a mean and a standard deviation
@@ -197,10 +197,10 @@ class SpikeWatch(Callback):
 
     def _tell(self, trainer: "Trainer", record: dict[str, float], limits: dict[str, float], then: str) -> None:
         told = ", ".join(f"{name} {record[name]:.6g} (limit {limit:.6g})" for name, limit in limits.items())
-        doing = "Its update is left out" if then == "skip" else "It is trained on"
+        doing = "The update is skipped" if then == "skip" else "The update is applied"
         step = record["step"]
         log.warning(
-            "Step %d is a spike: %s. %s. Find its sample: legato samples RUN step=%d --blame", step, told, doing, step
+            "Step %d is a spike: %s. %s. Find the sample: legato samples RUN step=%d --blame", step, told, doing, step
         )
         if trainer.run_dir is not None:
             # writing() names the path in errors such as a full disk or a deleted folder

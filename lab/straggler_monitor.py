@@ -25,7 +25,8 @@ class StragglerMonitor(Callback):
     others do on average. `wait_share` is that time as a fraction of the slowest rank's work. The measurements are
     exchanged with the ranks' regular agreement (`processes/agreement.py`) and need no extra collective.
 
-    Under sharded strategies, ranks also wait for each other in the forward pass, so only data loading is own work.
+    Under sharded strategies, ranks also wait for each other in the forward pass, so a rank's own work is only data
+    loading.
     """
 
     def __init__(self, *, threshold: float = 0.2) -> None:
@@ -56,7 +57,7 @@ class StragglerMonitor(Callback):
             return
         if trainer.strategy.elastic:
             raise ConfigError(
-                "StragglerMonitor compares ranks, which change in an elastic run. Remove the callback or elastic=true."
+                "StragglerMonitor compares ranks, which may change in an elastic run. Remove it or elastic=true."
             )
         # kernels run asynchronously, so the host's clock would only measure their launches
         self._clock = DeviceClock(trainer.strategy.device) if trainer.strategy.queues_work else HostClock()
@@ -170,7 +171,7 @@ class HostClock:
 
 
 class DeviceClock:
-    """Clock of a device's current stream, which runs asynchronously to the host."""
+    """Clock for a device's current stream, which runs asynchronously to the host."""
 
     def __init__(self, device: "torch.device") -> None:
         self.device = device

@@ -1,4 +1,4 @@
-"""Studies a run from Python, whether a config or a script started it.
+"""Tools to study a run in Python. The run may have been started from a config or by a script.
 
 run = legato.runs.open("digits")         # or a path, here and below
 legato.lab.samples(run, 21)              # one record per batch
@@ -53,13 +53,13 @@ def replay(run: AnyRun, step: int, until: int | None = None, *, make: Make | Non
         until: Last step. Default: `step`.
         make: Function that creates the trainer, task and data as the notebook did. Only needed for a run that was
             started in a notebook. Must return `(trainer, task, loader)`, optionally followed by a validation loader and
-            a data module. `devices=1` is enough, even if the run used more devices.
+            a data module. The trainer needs only `devices=1`, even if the run used more devices.
 
     Returns the replay. The replay's `steps()` returns the loss, gradient norms by module and learning rates of each
     step.
 
-    Raises ConfigError if `make` does not return a new trainer and a task, and LegatoError if the replay does not match
-    the run.
+    Raises ConfigError if `make` does not return a new trainer and at least a task, and LegatoError if the replay does
+    not match the run.
     """
     last = step if until is None else until
     check_steps(step, last)
@@ -83,7 +83,7 @@ def verify(
     devices: int | None = None,
     out: str | Path | None = None,
 ) -> Verification:
-    """Recompute random segments between checkpoints of a run, and write a certificate. The run does not change.
+    """Recompute random segments between checkpoints of a run, and write a certificate, without changing the run.
 
     Prints the estimated cost before it begins, and the certificate at the end.
 
@@ -112,12 +112,12 @@ def verify(
 
 
 def made_new(make: Make) -> Sequence[Any]:
-    """Return the trainer, task and data from `make`. Raises ConfigError if trainer and task are not new."""
+    """Return the trainer, task and data from `make`. Raises ConfigError if `make` returns anything else."""
     made = make() if callable(make) else None
     if not isinstance(made, Sequence) or len(made) < 2 or getattr(made[0], "run", made) is not None:
         came = "a function that returned something else or a used trainer" if callable(make) else type(make).__name__
         raise ConfigError(
-            f"legato.lab.replay needs a function that creates a new trainer, task and data, got {came}. Write "
+            f"legato.lab.replay needs a function that creates a new trainer, task and data, got {came}. Call "
             f"legato.lab.replay(run, step, make=make), where make() returns (trainer, task, loader)."
         )
     return made
@@ -131,7 +131,7 @@ def path_of(run: AnyRun) -> Path:
 
 
 def history_of(run: AnyRun, overrides: Sequence[str] = ()) -> StudiedRun:
-    """Return the history of a run, whose `make` and `unstarted` methods create the objects for a step.
+    """Return the history of a run. The history's `make` and `unstarted` methods create the objects for a step.
 
     Args:
         overrides: Settings such as "trainer.devices=2". For a run that started from a config, any config key is

@@ -63,7 +63,7 @@ def check_strategy(make: Callable[[], "Strategy | str"], processes: Sequence[int
 
 
 class _Small(Task):
-    """Two layers with different weights on each rank, and a buffer that sums inputs."""
+    """Task with two layers, whose weights differ between ranks, and a buffer that sums the inputs."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()

@@ -90,11 +90,11 @@ class Verification:
         seed: int | None = None,
         processes: int | None = None,
     ) -> None:
-        """Draw the segments.
+        """Choose the segments at random.
 
         Args:
-            count: Number of segments to draw. None: all.
-            processes: Number of processes that recompute the segments. Default: see `processes_for`.
+            count: Number of segments to choose. None: all.
+            processes: Number of processes that recompute the segments. Default: the result of `processes_for`.
 
         Raises ConfigError if the run cannot be verified.
         """
@@ -118,7 +118,7 @@ class Verification:
                 if start.get("reproducible") == "off":
                     raise ConfigError("Random numbers of a run with reproducible: off cannot be reproduced.")
                 if start.get("strategy") == "mesh" and several not in (1, before):
-                    raise ConfigError(f"Its mesh has {before} processes: use devices={before} or devices=1.")
+                    raise ConfigError(f"The run's mesh has {before} processes. Set devices={before} or devices=1.")
                 make = history.make(first, target.step, several)
                 self.segments.append(Segment(source, target, make, several))
             except ConfigError as error:
@@ -174,7 +174,7 @@ class Verification:
             segment.causes = self._changes(segment, {})
 
     def _changes(self, segment: Segment, contents: Mapping[str, Any]) -> list[str]:
-        """Return what has changed since the run, including settings in which the recomputed `contents` differ."""
+        """Return what has changed since the run, including settings that differ in the recomputed `contents`."""
         was, now = segment.target.fingerprint, contents.get("fingerprint", {})
         names = [name for name in was if name in now and name != CONTENT and was[name] != now[name]]
         settings = listed([f"{name} {was[name]} -> {now[name]}" for name in names])
@@ -251,7 +251,10 @@ class Verification:
 
 
 def processes_for(start: Mapping[str, Any]) -> int:
-    """Return how many processes recompute a start's steps: not the run's number if bits must not depend on it."""
+    """Return the number of processes that recompute a start's steps.
+
+    If results must not depend on this number, it differs from the run's if possible.
+    """
     before, replicas = int(start.get("processes") or 1), int(start.get("replicas") or 1)
     here = torch.accelerator.device_count() if torch.accelerator.is_available() else os.cpu_count() or 1
     if start.get("reproducible") == "bitwise":
@@ -269,7 +272,7 @@ def compare(segment: Segment, replayed: Replayed, contents: Mapping[str, Any]) -
     names = [name for name in was | now if was.get(name) != now.get(name)]
     names = [name for name in names if (name in was and name in now) or not name.startswith(OF_CALLBACKS)]
     values = counted(replayed.values, "logged value")
-    segment.result = f"{values} and all {len(was):,} of the checkpoint are equal to the bit"
+    segment.result = f"{values} and all {len(was):,} values in the checkpoint are bitwise identical"
     if not replayed.to_the_bit:
         # some weights and optimizer states are pure rounding error, such as those of a bias before a batch norm
         apart = distance(stored["state_dict"], contents["state_dict"])

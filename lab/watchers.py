@@ -123,7 +123,7 @@ class StopAfterStep(MonitoringCallback):
 
 
 class SaveAs(CheckpointCallback):
-    """Saves to `path` when the loop state equals a checkpoint's, and then ends training.
+    """Saves to `path` and ends training when the loop state equals the loop state of a checkpoint.
 
     A run saves after a step, after a validation, or at the end of an epoch. The loop state distinguishes these cases.
     """

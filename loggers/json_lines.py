@@ -48,7 +48,7 @@ class JSONLinesLogger(Logger):
         self._recorded: set[str] = set()
 
     def open(self, run_dir: Path, resume_step: int | None) -> None:
-        """Open the file, and remove the lines after `resume_step`."""
+        """Open the file, and remove the lines of steps after `resume_step`."""
         super().open(run_dir, resume_step)
         if self._in_run_dir:
             self.path = Path(run_dir) / POINTS_FILE
@@ -84,7 +84,7 @@ class JSONLinesLogger(Logger):
             file.truncate()
 
     def _append(self) -> BinaryIO:
-        """Open the file. If it was deleted, warn and start a new one. Raises ConfigError if the folder is gone."""
+        """Open the file. If it was deleted, warn and create a new file. Raises ConfigError if the folder is missing."""
         assert self.path is not None
         # open it for each point, since writes to an open file succeed even after it is deleted
         try:

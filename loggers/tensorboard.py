@@ -69,7 +69,7 @@ class TensorBoardLogger(Logger):
         return NoExperiment() if self._writer is None else self._writer
 
     def open(self, run_dir: Path, resume_step: int | None) -> None:
-        """Start a new event file, which invalidates the points after `resume_step` in earlier files."""
+        """Start a new event file. It invalidates the points after `resume_step` in earlier files."""
         if self._writer is not None:
             self._writer.close()
         super().open(run_dir, resume_step)
@@ -131,7 +131,7 @@ class TensorBoardLogger(Logger):
             self._writer.flush()
 
     def finalize(self, status: str) -> None:
-        """Write hyperparameters and final metrics, then close the file. Later use of `experiment` opens a new file."""
+        """Write hyperparameters and final metrics, then close the file. Using `experiment` later opens a new file."""
         if self._writer is None or self._events is None:
             return
         if self._writer.file_writer is None or not os.access(self._events, os.W_OK):
@@ -151,7 +151,7 @@ class TensorBoardLogger(Logger):
         self._writer.close()
 
     def _require_folder(self) -> None:
-        """Raise ConfigError if the folder is missing or not writable. TensorBoard's thread would print a traceback."""
+        """Raise ConfigError if the folder is missing or not writable. Otherwise TensorBoard would print a traceback."""
         if self._events is None or os.access(self._events, os.W_OK):
             return
         if self._events.is_dir():

@@ -29,7 +29,7 @@ class Hyperparameters:
 
     @property
     def hparams(self) -> AttributeDict:
-        """The saved hyperparameters; empty before `save_hyperparameters`."""
+        """The saved hyperparameters; empty until `save_hyperparameters` is called."""
         # not set in __init__: a task may save hyperparameters before it calls super().__init__()
         hparams: AttributeDict = self.__dict__.setdefault("_hparams", AttributeDict())
         return hparams
@@ -44,7 +44,7 @@ class Hyperparameters:
         """Save the calling `__init__`'s arguments in `hparams` and in every checkpoint, and pass them to the loggers.
 
         A checkpoint holds no code, so modules, classes, functions and other objects are kept only in `hparams`. You
-        must pass such arguments to `load_from_checkpoint` again. Its error message lists any that are missing.
+        must pass such arguments to `load_from_checkpoint` again. The error message lists any missing arguments.
 
         Args:
             args: Names of the arguments to save, or a single mapping, namespace or dataclass whose items are saved.

@@ -129,15 +129,16 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
         """Gather `data` from all ranks. All ranks must call this.
 
         Tensors are stacked along a new first dimension: shape (ranks, ...). If their first dimensions differ between
-        ranks, as with uneven evaluation shares, the result is a list with one tensor per rank. `torch.cat(list(...))`
-        works for both forms. Under a mesh, ranks that share a batch count once. If you call this method in a step,
-        batches must divide evenly among replicas. In `training_step`, it also requires one process per replica.
+        ranks, for example because the evaluation data does not divide evenly, the result is a list with one tensor per
+        rank. `torch.cat(list(...))` works for both forms. Under a mesh, ranks that share a batch contribute one tensor.
+        If you call this method in a step, batches must divide evenly among replicas. In `training_step`, each process
+        must also run exactly one replica.
 
         Args:
             data: A tensor, a number, or a collection of them.
             group: Process group to gather from. Default: all ranks.
-            sync_grads: Propagate the gradients of all ranks' losses to this rank's tensor, each scaled by the weight of
-                that loss. Every rank's loss must depend on the gathered data.
+            sync_grads: Propagate the gradients of all ranks' losses to this rank's tensor. Each gradient is scaled by
+                the weight of its loss. Every rank's loss must depend on the gathered data.
 
         Raises DisagreementError if dtypes or any other dimensions differ between ranks, and TaskError if not all ranks
         take part in the step.
@@ -150,7 +151,7 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
         raise NotImplementedError(f"{type(self).__name__} has no forward.")
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the loss of a batch. Takes (batch) or (batch, batch_idx).
+        """Return the loss of a batch. Parameters: (batch) or (batch, batch_idx).
 
         Return a scalar tensor that is a mean over samples. If the loss is a mean over other units, such as tokens,
         return {"loss": loss, "weight": number_of_tokens}. The gradient of a step is then the weighted mean of its
@@ -159,11 +160,11 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
         raise NotImplementedError(f"{type(self).__name__} has no training_step.")
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate a batch. Takes (batch), (batch, batch_idx) or (batch, batch_idx, dataloader_idx)."""
+        """Evaluate a batch. Parameters: (batch), (batch, batch_idx) or (batch, batch_idx, dataloader_idx)."""
         raise NotImplementedError(f"{type(self).__name__} has no validation_step.")
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Test a batch. Takes (batch), (batch, batch_idx) or (batch, batch_idx, dataloader_idx)."""
+        """Test a batch. Parameters: (batch), (batch, batch_idx) or (batch, batch_idx, dataloader_idx)."""
         raise NotImplementedError(f"{type(self).__name__} has no test_step.")
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -310,7 +311,7 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
         self.trainer.current_run.optimization.manual_backward(loss, *args, **kwargs)
 
     def toggle_optimizer(self, optimizer: Any) -> None:
-        """Enable gradients only for `optimizer`'s parameters, except frozen ones, until `untoggle_optimizer`."""
+        """Disable the gradients of parameters that `optimizer` does not update. `untoggle_optimizer` restores them."""
         optimizer = getattr(optimizer, "optimizer", optimizer)
         ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         before: dict[nn.Parameter, bool] = self.__dict__.setdefault("_toggled", {})
@@ -327,7 +328,7 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
     def clip_gradients(
         self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
-        """Clip the gradients of `optimizer`'s parameters. By default, uses the Trainer arguments of the same names."""
+        """Clip the gradients of `optimizer`'s parameters. The defaults are the Trainer arguments of the same names."""
         self.trainer.current_run.optimization.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def count_samples(self, batch: Any) -> int:
@@ -413,8 +414,8 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
             strict: Whether the parameters must match exactly. Default: the task's `strict_loading`.
             kwargs: Arguments for `__init__` that override hyperparameters.
 
-        Raises CheckpointError if the checkpoint is damaged or from another model. In the second case, the message names
-        the parameters that differ.
+        Raises CheckpointError if the checkpoint is damaged or belongs to a different model. In the second case, the
+        message lists the parameters that differ.
         """
         from ..trainer.resume.rebuild import rebuild_task
 

@@ -29,7 +29,7 @@ class TaskHooks:
         """Called before the first epoch, or before the epoch that a resume continues."""
 
     def on_processes_changed(self) -> None:
-        """Called after processes leave or join an elastic run. Ranks may differ; the epoch continues."""
+        """Called after processes leave or join an elastic run. A process's rank may change. The epoch continues."""
 
     def on_train_end(self) -> None:
         """Called after the last epoch."""
@@ -47,7 +47,7 @@ class TaskHooks:
         """Called after each batch. For the last batch of a step, called after the weight update."""
 
     def on_step_end(self) -> None:
-        """Called once per step after the optimizers, on every process, for example to update averages of weights."""
+        """Called on every process at the end of each step. Override it, for example, to average the weights."""
 
     def on_before_backward(self, loss: torch.Tensor) -> None:
         """Called before each backward pass."""

@@ -42,7 +42,7 @@ class ConfiguredRun:
     """The run that `resume=auto` found by name, which stores this config."""
 
     def to_resume(self) -> "StoredRun | str | None":
-        """Return the run to resume. For a stored config, "auto" means the config's run, not the newest run by name."""
+        """Return the run to resume. For a stored config, "auto" means the run that stores it, not the newest run."""
         if self.resume != "auto" or (self.directory is None and self.resumed is None):
             return self.resume
         run = self.stored("auto")
@@ -101,7 +101,7 @@ class _Builder(ValueChecker):
         """Objects built for arguments, with their configs, by id."""
 
     def check(self, value: Mapping[str, Any], key: Key, base: type) -> Fitted:
-        """Build an object for an argument. Return any mistakes, so that another member of a union can be tried."""
+        """Build an object for an argument, or return the mistakes if the argument is not valid for this type."""
         mistakes = ValueChecker(self.values).check(value, key, base)[1]
         return (value, mistakes) if mistakes else (self.make(value, key, base), [])
 

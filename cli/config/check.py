@@ -1,8 +1,8 @@
-"""Checks a config: first its keys, without importing torch; then every value, with the classes that the config names.
+"""Checks a config in two passes: first its keys, without importing torch, and then its values.
 
-KeyChecker finds misspelled keys, which it compares with the classes' source files, and wrong values of `trainer`, `run`
-and the top level. ValueChecker imports the classes to get the types of their arguments. Each reports all mistakes in
-one message.
+KeyChecker finds misspelled keys by comparing them with the source files of the classes. It also finds wrong values in
+`trainer`, `run` and the top level. ValueChecker imports the classes to get the types of their arguments. Each checker
+reports all mistakes in one message.
 """
 
 import logging
@@ -135,7 +135,7 @@ class Config(Layer):
         return replace(self, values=_without_absent(values))
 
     def to_run_again(self) -> "Config":
-        """Return the config to store in the run directory. It omits `resume=auto`, so that it starts a new run."""
+        """Return the config to store in the run directory, without `resume=auto`, so that using it starts a new run."""
         if self.values["resume"] != "auto":
             return self
         return replace(self.changed(resume=None), origins=self.origins | {("resume",): "default"})
@@ -215,13 +215,13 @@ def class_path(kind: str, name: str) -> str:
 
 
 def options_of(value: Any) -> tuple[str, dict[str, Any]]:
-    """Return the name and options of a strategy or launcher. The value may be just a name."""
+    """Return the name and options of a strategy or launcher, whose value in the config may be just a name."""
     options = dict(value) if isinstance(value, Mapping) else {"name": value}
     return options.pop("name"), options
 
 
 def own_defaults() -> dict[str, Any]:
-    """Return the defaults of Legato's keys. This needs no import."""
+    """Return the defaults of Legato's own keys, without importing any class."""
 
     def defaults(signature: Signature) -> dict[str, Any]:
         parameters = signature.parameters.items()
@@ -404,7 +404,7 @@ class KeyChecker:
 
 # --- values -----------------------------------------------------------------------------------------------------------
 class ValueChecker(KeyChecker):
-    """Imports the classes that a config names, and checks each argument against its annotation."""
+    """Imports the classes in a config, and checks each argument against its annotation."""
 
     def signature(self, path: str) -> Signature:
         """Return the arguments of the object at a dotted path, with their types."""
@@ -415,7 +415,7 @@ class ValueChecker(KeyChecker):
         return fit(kind, value, key, self.check)
 
     def check(self, value: Mapping[str, Any], key: Key, base: type) -> Fitted:
-        """Also check that the `_target_` exists and is a subclass of `base` or of the section's base class."""
+        """Check a mapping, and that its `_target_` is a subclass of `base` or of the section's base class."""
         try:
             find_target(value, key, load(EXPECTED[str(key[0])]) if is_entry(key) else base)
         except ConfigError as error:
@@ -424,7 +424,7 @@ class ValueChecker(KeyChecker):
 
 
 def find_target(value: Mapping[str, Any], key: Key, base: type) -> Any:
-    """Import a mapping's target. Raises ConfigError if it is not a subclass of `base` or, if nested, a function."""
+    """Import a mapping's `_target_`. Raises ConfigError unless it is a subclass of `base` or, if nested, a function."""
     path, nested = value[TARGET], not is_entry(key)
     if not isinstance(path, str):
         raise ConfigError(f"must be a dotted path to a class, not {describe(path)}.")

@@ -1,7 +1,7 @@
-"""Finds the arguments of classes and functions that a config names, by parsing their source or importing them.
+"""Finds the arguments of the classes and functions in a config by parsing their source or importing them.
 
-Parsing takes a millisecond per file, so a misspelled key fails before torch is imported. Types, defaults and
-effects of decorators require an import.
+Parsing takes a millisecond per file, so a misspelled key is reported before torch is imported. Finding types, defaults
+and the effects of decorators requires an import.
 """
 
 import ast

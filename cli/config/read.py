@@ -40,7 +40,7 @@ SECTIONS = {
     "null: best or, without one, last.",
     "vars": "Values for references such as ${vars.NAME} in this config.",
     "task": "The model with its steps and optimizers: `_target_`, a subclass of Task, and its arguments.",
-    "data": "The data: `_target_`, a subclass of DataModule, and its arguments. Absent: the task's loaders.",
+    "data": "The data: `_target_`, a subclass of DataModule, and its arguments. Default: the task's loaders.",
     "trainer": "Arguments of Trainer.",
     "callbacks": "Callbacks by name, each with `_target_`, a subclass of Callback, and its arguments.",
     "loggers": "Loggers by name, each with `_target_`, a subclass of Logger, and its arguments. Absent: TensorBoard "
@@ -210,7 +210,7 @@ class _NodeReader:
 
 
 def dump_yaml(values: Mapping[str, Any], origin: Callable[[Key], str] | None = None) -> str:
-    """Return plain data as YAML that `parse_yaml` can read. With `origin`, a comment on each line gives its origin."""
+    """Return plain data as YAML that `parse_yaml` can read. `origin` adds a comment with the origin to each line."""
     lines: list[str] = []
 
     def write(value: Any, indent: str, head: str, key: Key) -> None:

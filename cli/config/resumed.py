@@ -65,7 +65,7 @@ def _require_same_task(run: Path, config: Config, stored: Config) -> None:
     if task != trained:
         raise ConfigError(
             f"{config.origin(('task', TARGET))}: resume=auto continues {run}, which trains {trained!r}, but this "
-            f"config names {task!r}. Set another run.name. If the class has moved, update its path in {run / CONFIG}."
+            f"config has {task!r}. Set a different run.name. If the class has moved, update its path in {run / CONFIG}."
         )
 
 

@@ -19,7 +19,7 @@ _USAGE = 2  # exit code for an invalid config, which a retry would not fix
 
 
 class ManifestDumper(yaml.SafeDumper):
-    """Dumper that writes multiline strings, such as the config, as YAML blocks."""
+    """YAML dumper that writes multiline strings, such as the config, in block style."""
 
 
 ManifestDumper.add_representer(

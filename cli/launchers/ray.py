@@ -35,7 +35,7 @@ sys.exit(main())
 
 @dataclass(kw_only=True)
 class RayLauncher(Launcher):
-    """Runs on `trainer.num_nodes` nodes of a Ray cluster with `trainer.devices` devices each. Requires the ray package.
+    """Runs a command on `trainer.num_nodes` nodes of a Ray cluster with `trainer.devices` devices each. Requires ray.
 
     Args:
         address: Address of the cluster: "host:port", "ray://host:port", or "auto" for the cluster on this machine.
@@ -110,8 +110,8 @@ class RayLauncher(Launcher):
             ray.get(group.ready(), timeout=self.placement_timeout)
         except GetTimeoutError as error:
             raise WorkerError(
-                f"The Ray cluster has no {machines.nodes} nodes with {bundle} free after {self.placement_timeout:g} s "
-                f"(trainer.num_nodes, trainer.devices, launcher.cpus_per_process). See `ray status`."
+                f"{machines.nodes} nodes with {bundle} were not free in the Ray cluster within "
+                f"{self.placement_timeout:g} s. Run `ray status`, or change num_nodes, devices or cpus_per_process."
             ) from error
         return group
 
@@ -189,7 +189,7 @@ class RayNode:
             return host, server.getsockname()[1]
 
     def run(self, command: list[str], config: str, nodes: int, rank: int, host: str, port: int) -> tuple[int, str]:
-        """Run a command with options as node `rank` of `nodes`, and return its exit code and last lines."""
+        """Run a command with options as node `rank` of `nodes`, and return its exit code and last lines of output."""
         if not Path(self.folder).is_dir():
             return (
                 1,

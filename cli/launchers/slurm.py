@@ -73,8 +73,8 @@ class SlurmLauncher(Launcher):
         for option in self.options:
             if option in _SET or not re.fullmatch(r"[a-z][a-z0-9-]*", option):
                 raise ConfigError(
-                    f"launcher.options.{option}: expected a long sbatch option without dashes, such as constraint, "
-                    f"other than {', '.join(_SET)}, which the launcher sets."
+                    f"launcher.options.{option}: expected a long sbatch option without dashes, such as constraint. "
+                    f"The launcher itself sets {', '.join(_SET)}."
                 )
 
     def start(self, command: str, config: "Config", machines: Machines) -> int:
@@ -154,7 +154,7 @@ class SlurmLauncher(Launcher):
                 yield f"--{option}={shlex.quote(str(value))}"
 
     def _resume(self, runs: Path) -> list[str]:
-        """Return the shell lines that make a requeued job resume the run that it started, if any."""
+        """Return the shell lines with which a requeued job resumes the run that it started, if any."""
         # uses grep, since Python takes seconds to start on a busy file system
         job = '"\\"slurm_job\\": \\"$SLURM_JOB_ID\\""'
         return [

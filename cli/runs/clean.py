@@ -86,7 +86,7 @@ def old_checkpoints(run: RunDirectory) -> list[CheckpointEntry]:
 
 
 def confirmed(question: str) -> bool:
-    """Ask a question on the terminal, and return whether the answer is yes. Raises ConfigError without a terminal."""
+    """Ask a question, and return whether the answer is yes. Raises ConfigError if there is no terminal."""
     if not sys.stdin.isatty():
         raise ConfigError("There is no terminal for the question. Pass --yes to delete, or --dry-run to list folders.")
     try:
@@ -98,7 +98,7 @@ def confirmed(question: str) -> bool:
 def delete_locked(deletion: Deletion) -> bool:
     """Delete a run or checkpoint while holding the run's lock, which prevents a resume. Return whether it was deleted.
 
-    If not, prints the reason.
+    If it was not deleted, print the reason.
     """
     run, path = deletion.run.path, deletion.path
     lock = RunLock(run, "clean")

@@ -24,7 +24,7 @@ def shortened(line: str, limit: int | None) -> str:
 
 
 def fitting(text: str) -> str:
-    """Return a text with its lines cut to the terminal's width; unchanged if stdout is not a terminal."""
+    """Return a text with its lines cut to the terminal's width. Unchanged if stdout is not a terminal."""
     limit = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     return "\n".join(shortened(line, limit) for line in text.splitlines())
 

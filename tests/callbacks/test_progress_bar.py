@@ -285,7 +285,7 @@ def test_a_resumed_run_tells_what_it_has_trained_itself(trainer, capsys):
         line for line in capsys.readouterr().err.splitlines() if " steps in " in line or "Nothing to train" in line
     ]
     assert [line.partition(" in ")[0] for line in lines[:2]] == ["1 epoch, 7 steps", "3 epochs, 13 steps"]
-    assert lines[2].startswith("Nothing to train: the run already ended at step 20 (by max_epochs")
+    assert lines[2].startswith("Nothing to train: the run already ended at step 20. To continue, raise max_epochs")
 
 
 def test_an_epoch_that_was_saved_after_its_last_step_is_not_counted_again(trainer, capsys):

@@ -118,7 +118,7 @@ def test_what_cannot_be_exported_is_refused_and_leaves_nothing(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["export", "run", "net.pt2"]) == 2
-    assert "has no config.yaml that names its task" in capsys.readouterr().err
+    assert "has no config.yaml that specifies its task" in capsys.readouterr().err
     use(folder, "Branches")
     assert main(["export", "run", "net.pt2"]) == 1
     assert "Branches.forward cannot be exported. " in capsys.readouterr().err

@@ -192,7 +192,7 @@ def test_activations_that_need_values_are_unknown(folder: Path) -> None:
     source = (folder / "checked_task.py").read_text()
     reads = "    def training_step(self, batch, batch_idx):\n        return float(next(self.parameters()).sum())\n"
     (folder / "checked_task.py").write_text(f"{source}\n\nclass Reads(Line):\n{reads}")
-    assert "training_step fails without values: " in rows("task._target_=checked_task.Reads")["Activations"]
+    assert "training_step fails on fake tensors: " in rows("task._target_=checked_task.Reads")["Activations"]
     assert "the loader creates its own batches" in rows("data.kind=stream")["Activations"]
 
 

@@ -38,7 +38,7 @@ def test_a_resume_keeps_the_config_of_the_run_and_changes_what_is_set_now() -> N
     assert "gradient_clip_val" not in (RUN / "config_given.yaml").read_text()
 
     replayed = legato("replay", str(RUN), "step=1", "until=3").stdout  # a step of the first start
-    assert "equal to the bit" in replayed
+    assert "bitwise identical" in replayed
     assert "replica 1, batch 0" in legato("samples", str(RUN), "step=1").stdout
 
     legato("fit", str(RUN / "config.yaml"))  # the same again, on one process
@@ -101,7 +101,7 @@ def test_another_task_of_the_same_name_is_refused() -> None:
     Path("other.yaml").write_text(CONFIG.replace("points.Net", "points.Other"))
     done = legato("fit", "other.yaml", "resume=auto", fails=True)
     assert done.returncode == 2
-    assert "which trains 'points.Net', but this config names 'points.Other'" in done.stderr
+    assert "which trains 'points.Net', but this config has 'points.Other'" in done.stderr
 
 
 def test_a_damaged_run_whose_config_was_taken_is_named() -> None:

@@ -34,4 +34,4 @@ def test_the_commands_run_in_their_order(tmp_path: Path, monkeypatch: pytest.Mon
     assert re.search(r"trainer\.reproducible +order +bitwise", compared)
     replayed = reader.command("legato replay runs/spirals/version_1 step=1 until=50")
     assert "learning rate 0.003" in replayed
-    assert "equal to the bit" in replayed
+    assert "bitwise identical" in replayed

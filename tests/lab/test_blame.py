@@ -41,7 +41,7 @@ def test_the_bad_sample_of_a_step_comes_first_and_nothing_of_it_is_left(options,
         samples = " ".join(line.partition(": ")[2] for line in samples).split()
         assert sorted(line.split()[1] for line in lines if line.startswith("  sample")) == sorted(samples)
         assert "Batch norms used their running averages" in lines[-2]
-        assert "equal to the bit" in lines[-1]
+        assert "bitwise identical" in lines[-1]
     assert tree(run) == before
     assert [path.name for path in run.parent.iterdir()] == ["version_0"]
 

@@ -40,7 +40,7 @@ def test_a_replay_has_the_losses_of_the_run_and_leaves_it_as_it_is(options: tupl
     assert sorted(found) == [11, 12, 13, 14]
     for step, loss in found.items():
         assert loss == pytest.approx(points[step], rel=1e-6)
-    assert "equal to the bit" in done.stdout or (not to_the_bit and "equal up to rounding" in done.stdout)
+    assert "bitwise identical" in done.stdout or (not to_the_bit and "equal up to rounding" in done.stdout)
     assert "largest gradients: net." in done.stdout
     samples = legato("samples", str(run), "step=12").stdout.splitlines()[1:]
     assert "\n".join(samples) in done.stdout
@@ -113,7 +113,7 @@ def test_a_run_that_was_resumed_with_another_config_is_replayed_in_parts() -> No
     assert "A resume changed the config after step 10" in done.stderr
     assert "(until=10)" in done.stderr
     for words in (("step=9", "until=10"), ("step=11", "until=12")):
-        assert "equal to the bit" in legato("replay", str(run), *words).stdout
+        assert "bitwise identical" in legato("replay", str(run), *words).stdout
 
 
 def test_further_callbacks_see_a_run_afterwards() -> None:
@@ -121,7 +121,7 @@ def test_further_callbacks_see_a_run_afterwards() -> None:
     run = trained(*TWO, "trainer.reproducible=bitwise")
     before = tree(run)
     extra = ("callbacks.extra._target_=legato.lab.Microscope", "callbacks.extra.every_n_steps=2")
-    assert "equal to the bit" in legato("replay", str(run), "step=6", "until=20", *extra).stdout
+    assert "bitwise identical" in legato("replay", str(run), "step=6", "until=20", *extra).stdout
     replay = run.with_name("version_0.replay-0")
     points = {point["step"]: point for point in json_lines(replay / "metrics.jsonl")}
     name = "gradients/net.0"
@@ -137,7 +137,7 @@ def test_the_debugger_opens_in_training_step() -> None:
     assert process.returncode in (0, None), err
     assert "-> loss = self.loss(batch)" in out
     assert "('seen', 5, 0)" in out
-    assert "equal to the bit" in out
+    assert "bitwise identical" in out
 
 
 def run_debugged(*arguments: str) -> None:
@@ -237,7 +237,7 @@ def test_a_run_of_ones_own_script_is_replayed_by_what_the_script_makes(
     before, kept = tree(RUN), tree(folder / "kept")
     points = {point["step"]: point.get("train/loss_step") for point in json_lines(RUN / "metrics.jsonl")}
     done = run_script(folder, "again.py", processes, reproducible)
-    assert "equal to the bit" in done
+    assert "bitwise identical" in done
     told = dict(re.findall(r"\((\d+), ([\d.e+-]+)\)", done))
     assert [float(told[step]) for step in ("7", "8")] == pytest.approx([points[7], points[8]], rel=1e-6)
     assert (tree(RUN), tree(folder / "kept")) == (before, kept)
@@ -256,7 +256,7 @@ def test_a_replay_crosses_a_resume_on_other_processes() -> None:
     run = trained("resume=auto", "trainer.devices=1", "trainer.max_time=null", "trainer.min_steps=null")
     assert 5 < step < 20
     done = legato("replay", str(run), f"step={step}", f"until={step + 2}")
-    assert "equal to the bit" in done.stdout
+    assert "bitwise identical" in done.stdout
 
 
 def test_a_replay_tells_where_it_begins_and_how_many_steps_it_takes() -> None:
@@ -293,5 +293,5 @@ def test_pieces_of_batches_on_several_devices_are_replayed_to_the_bit() -> None:
     pieces = "trainer.strategy={name: ddp_model_parallel, micro_batches: 2, split: [2, 2]}"
     run = trained(pieces, "trainer.devices=4", "trainer.reproducible=bitwise")
     for step in ("2", "7"):
-        assert "equal to the bit" in legato("replay", str(run), f"step={step}").stdout
-    assert "equal to the bit" in legato("replay", str(run), "step=7", pieces, "trainer.devices=2").stdout
+        assert "bitwise identical" in legato("replay", str(run), f"step={step}").stdout
+    assert "bitwise identical" in legato("replay", str(run), "step=7", pieces, "trainer.devices=2").stdout

@@ -183,7 +183,7 @@ def test_the_command_tells_a_step_a_replica_a_batch_and_when_a_sample_was_seen(f
     done = legato("samples", str(run), "step=8")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert lines[0] == "Step 8 of runs/default/version_0: epoch 1, its step 2 of 6: 4 samples"
+    assert lines[0] == "Step 8 of runs/default/version_0: epoch 1, step 2 of 6 in the epoch: 4 samples"
     assert [line.partition(": ")[2] for line in lines[1:]] == [" ".join(map(str, one[2])) for one in seen[8]]
     done = legato("samples", str(run / "config.yaml"), "step=8", "replica=1", "--show")
     assert done.stdout.splitlines()[-1].strip() == f"numbers {seen[8][1][2]}"
@@ -202,7 +202,7 @@ def test_what_cannot_be_known_is_said(folder: Path) -> None:
     with pytest.raises(DataError, match="Moody draws a different order each time"):
         SampleLookup(history, history.unstarted).at(3)
     done = legato("samples", str(run), "step=0")
-    assert (done.returncode, "steps count from 1" in done.stderr) == (2, True)
+    assert (done.returncode, "steps are counted from 1" in done.stderr) == (2, True)
     done = legato("samples", str(run), "stpe=1")
     assert "Did you mean 'step='?" in done.stderr
     done = legato("samples", "runs")

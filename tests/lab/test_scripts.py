@@ -77,14 +77,14 @@ def test_a_run_of_a_script_is_replayed_by_its_command(folder: Path, processes: s
     before, kept = tree(RUN), tree(folder / "kept")
     done = legato("replay", str(RUN), "step=7", "until=8")
     assert f"Replayed steps 5 to 8 of {RUN.absolute()}, from the checkpoint of step 4" in done.stdout
-    assert "equal to the bit" in done.stdout
+    assert "bitwise identical" in done.stdout
     assert f"Step 7: loss {loss(RUN, 7):.9g}," in done.stdout
     assert "the script's own words" not in done.stdout
     shutil.move(folder / "kept", folder / "away")
     (folder / "elsewhere").mkdir()
     done = completed(run_module, "legato", "replay", str(RUN.absolute()), "step=3", cwd=folder / "elsewhere")
     assert "from the start of the run" in done.stdout
-    assert "equal to the bit" in done.stdout
+    assert "bitwise identical" in done.stdout
     assert (tree(RUN), sorted(path.name for path in RUN.parent.iterdir())) == (
         before,
         ["version_0", "version_0.replay-0", "version_0.replay-1"],
@@ -99,7 +99,7 @@ def test_its_steps_have_the_samples_that_the_run_has_seen(processes: str, reprod
     run("train.py", processes, reproducible)
     said = legato("samples", str(RUN), "step=4").stdout.splitlines()
     batches = 10 // int(processes)
-    assert re.search(rf"epoch 0, its step 4 of {batches}: {3 * int(processes)} samples", said[0])
+    assert re.search(rf"epoch 0, step 4 of {batches} in the epoch: {3 * int(processes)} samples", said[0])
     assert len(said) == 1 + int(processes)
     index = said[-1].split()[-1]
     steps = legato("samples", str(RUN), f"index={index}").stdout
@@ -148,7 +148,7 @@ def test_the_first_difference_of_two_scripts_is_told_with_modules_of_one_name(fo
 def test_a_replay_on_two_processes_by_the_trainers_arguments() -> None:
     run("train.py", "2", "bitwise")
     done = legato("replay", str(RUN), "step=6", "trainer.devices=2", "trainer.strategy=ddp")
-    assert "equal to the bit" in done.stdout
+    assert "bitwise identical" in done.stdout
     for word, said in (
         ("task.rate=1", "a script started this run and creates its task, data and callbacks"),
         ("trainer.devcies=2", "Did you mean 'devices'?"),
@@ -169,7 +169,7 @@ def test_each_fit_of_a_script_is_its_own_run(folder: Path) -> None:
     for path in fits:
         done = legato("replay", str(path), "step=6")
         assert "Skipped the script's earlier fits and evaluations" in done.stderr
-        assert "equal to the bit" in done.stdout
+        assert "bitwise identical" in done.stdout
     assert "records no start of training" in legato("replay", str(runs[0]), "step=1", fails=True).stderr
 
 
@@ -180,13 +180,13 @@ def test_a_module_and_a_launcher(folder: Path) -> None:
     text = TRAIN.replace("from points", "from .points")
     (folder / "package" / "train.py").write_text(text)
     run("-m", "package.train", "2", "bitwise")
-    assert "equal to the bit" in legato("replay", str(RUN), "step=7").stdout
+    assert "bitwise identical" in legato("replay", str(RUN), "step=7").stdout
     shutil.rmtree("runs")
     shutil.rmtree("kept")
     text = f"import os\nprint(os.environ['LOCAL_RANK'])\n{TRAIN}"
     (folder / "launched.py").write_text(text)
     run("-m", "torch.distributed.run", "--nproc-per-node=2", "launched.py", "2", "bitwise")
-    assert "equal to the bit" in legato("replay", str(RUN), "step=7").stdout
+    assert "bitwise identical" in legato("replay", str(RUN), "step=7").stdout
     assert legato("samples", str(RUN), "step=7").stdout.count("replica") == 2
 
 
@@ -199,7 +199,7 @@ def test_what_has_changed_is_told(folder: Path) -> None:
     assert "The replay differs from the run" in done.stderr
     (folder / "train.py").write_text(TRAIN.replace("    trainer.fit(", "    return\n    trainer.fit("))
     done = legato("replay", str(RUN), "step=7", fails=True)
-    assert "train.py ended before fit 1 of its Trainer 1, which started the run" in done.stderr
+    assert "train.py ended before call 1 to fit on Trainer 1, which started the run" in done.stderr
     (folder / "train.py").write_text(TRAIN.replace("    trainer.fit(", "    1 / 0\n    trainer.fit("))
     done = legato("replay", str(RUN), "step=7", fails=True)
     assert "ZeroDivisionError" in done.stderr

@@ -75,7 +75,7 @@ def test_a_run_is_proven_to_the_bit_on_other_processes_where_that_is_promised(
     assert text.startswith("2 segments of 2 between checkpoints, seed ")
     assert re.search(r": 10 steps, [\d.]+ s at the speed of the run, [\d.]+ kB of disk", text)
     assert [segment["processes"] for segment in certificate["segments"]] == [processes] * 2
-    assert text.count("equal to the bit") == 2
+    assert text.count("bitwise identical") == 2
     assert [segment["from"] for segment in certificate["segments"]] == [None, "step-00000005"]
     manifest = json.loads((run / "checkpoints/step-00000010/manifest.json").read_text())
     stored = {name: file["sha256"] for name, file in manifest["files"].items()}
@@ -326,7 +326,7 @@ def test_a_run_of_each_strategy_is_proven(name: str) -> None:
     text, _ = verified(run, "segments=1")
     assert expected in text
     if name == "tensor_shards":
-        assert "equal to the bit" in legato("replay", str(run), "step=2").stdout
+        assert "bitwise identical" in legato("replay", str(run), "step=2").stdout
         refused = legato("verify", str(run), "devices=3", fails=True)
-        assert "Its mesh has 2 processes: use devices=2 or devices=1." in refused.stderr
+        assert "The run's mesh has 2 processes. Set devices=2 or devices=1." in refused.stderr
         assert refused.returncode == 2

@@ -163,7 +163,7 @@ def test_a_run_is_evaluated_replayed_and_verified_elsewhere(root: str) -> None:
     assert f"Step 5 of {run}: epoch 0" in command("samples", run, "step=5")
     replayed = command("replay", run, "step=5")
     assert f"Replayed steps 4 to 5 of {run}, from the checkpoint of step 3" in replayed
-    assert "are equal to the bit" in replayed
+    assert "are bitwise identical" in replayed
     assert "logged values and all" in command("verify", run, "segments=1")
     assert not store().glob(f"{root}/*replay*") + store().glob(f"{root}/*verified*")
 
