@@ -55,8 +55,8 @@ which saves, runs last. A test checks this diagram against the code.
     on_processes_changed                         C T   after processes leave or join an elastic run
     on_train_end                                 C T
     on_fit_end                                   C T
-    on_exception                                 C T   when an exception ends the run; the data module's too
-    teardown                                     C T   (stage); the data module's between callbacks and task
+    on_exception                                 C T   when an exception ends the run; also in the data module
+    teardown                                     C T   (stage); the data module's hook runs between these two
 
 `validate`, `test` and `predict` run the evaluation part alone, with `test` or `predict` in place of `validation`.
 """
@@ -130,7 +130,7 @@ class Callback:
     def on_train_batch_end(
         self, trainer: "Trainer", task: "Task", outputs: Outputs, batch: Any, batch_idx: int
     ) -> None:
-        """Called after each batch. For the last batch of a step, called after the weight update.
+        """Called after each batch. For the last batch of a step, this is after the weight update.
 
         In the last step of an epoch, a process without a batch does not call this hook. For work that every process
         must do, such as averaging weights, use `on_step_end` or a MonitoringCallback.
@@ -152,7 +152,7 @@ class Callback:
         """Called before gradients are zeroed."""
 
     def on_validation_model_eval(self, trainer: "Trainer", task: "Task") -> None:
-        """Called before the task switches to evaluation mode. Each `on_validation_*` hook has test/predict variants."""
+        """Called before the task enters evaluation mode. `on_validation_*` hooks have test and predict variants."""
 
     def on_validation_model_train(self, trainer: "Trainer", task: "Task") -> None:
         """Called before the task returns to its previous mode, even after an exception."""

@@ -146,7 +146,7 @@ class Checkpoint(CheckpointCallback):
 
     @property
     def scores(self) -> dict[str, float | None]:
-        """Monitored values by checkpoint name, oldest first; None for a checkpoint without a valid value."""
+        """Monitored values by checkpoint name, oldest first. A checkpoint without a valid value has None."""
         return {name: entry.score for name, entry in self.index.checkpoints.items()}
 
     @property
@@ -156,7 +156,7 @@ class Checkpoint(CheckpointCallback):
 
     @property
     def best_model_path(self) -> str:
-        """Path of the checkpoint with the best monitored value or, without `monitor`, of the newest one; may be ""."""
+        """Path of the checkpoint with the best monitored value or, without `monitor`, of the newest one, or ""."""
         return self.path(next(iter(self.index.best(self.save_top_k)), None))
 
     @property
@@ -191,7 +191,7 @@ class Checkpoint(CheckpointCallback):
         return {"begun_step": self._begun_step, "metric": {} if self._metric is None else self._metric.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the state, except the list of checkpoints. Raises CheckpointError for a value of a wrong type."""
+        """Restore the state, except the list of checkpoints. Raises CheckpointError if a value has the wrong type."""
         if type(begun_step := state_dict["begun_step"]) is not int:
             raise CheckpointError(f"{self.state_key}: the state's begun_step must be an integer, got {begun_step!r}.")
         self._begun_step = state_dict["begun_step"]
@@ -349,7 +349,7 @@ class Checkpoint(CheckpointCallback):
     # --- saving -----------------------------------------------------------------------------------------------------
     @property
     def _newest_step(self) -> int:
-        """Step of the newest checkpoint; 0, which is never saved, if there is none."""
+        """Step of the newest checkpoint. If there is none, this is 0, which is never saved."""
         return next((entry.step for entry in reversed(self.index.checkpoints.values())), 0)
 
     def save(self, trainer: "Trainer", always: bool = False) -> None:
@@ -400,7 +400,7 @@ class Checkpoint(CheckpointCallback):
             self._prune(trainer)
 
     def _kept_beside(self, new: Entry) -> set[str]:
-        """Return the names that would be kept if `new` were saved. NEW in the result stands for `new` itself."""
+        """Return the names that would be kept if `new` were saved. In the result, NEW represents `new` itself."""
         index = replace(self.index, checkpoints={**self.index.checkpoints, NEW: new})
         return index.kept(self.save_top_k, self.save_last)
 
@@ -411,7 +411,7 @@ class Checkpoint(CheckpointCallback):
         return next(version for number in itertools.count(1) if (version := f"{name}-v{number}") not in kept)
 
     def _name(self, trainer: "Trainer", plain: bool = False) -> str:
-        """Return the name for a checkpoint saved now; `plain` ignores the template so that `resume="auto"` finds it."""
+        """Return a name for the current step. `plain` ignores the template, so that `resume="auto"` finds the name."""
         if plain or self.filename is None:
             return trainer.saver.format.name(trainer.global_step)
         metrics = {name: float(value) for name, value in trainer.agreed_metrics.items()}
@@ -429,7 +429,7 @@ class Checkpoint(CheckpointCallback):
             trainer.saver.write_index(self.dirpath, self.index)
 
     def _score(self, trainer: "Trainer", between: bool = False) -> float | None:
-        """Return the value to rank by; None if it is outdated or a training mean over an incomplete epoch.
+        """Return the value to rank by, or None if it is outdated or is a training mean over an incomplete epoch.
 
         Args:
             between: Whether the run stops in the middle of an epoch.

@@ -17,7 +17,7 @@ class CheckpointCallback(MonitoringCallback):
     """
 
     dirpath: Path | str | None = None
-    """Folder of the checkpoints; None before the run starts and in runs that write nothing."""
+    """Folder of the checkpoints, or None before the run starts and in runs that write nothing."""
     save_weights_only = False
 
     @property

@@ -81,7 +81,7 @@ class EarlyStopping(MonitoringCallback):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the state; a larger `patience` lets a stopped run continue."""
+        """Restore the state. A larger `patience` lets a stopped run continue."""
         self.wait_count, self.best_score = state_dict["wait_count"], float(state_dict["best_score"])
         self.stopped_step, self.stopped_epoch = state_dict["stopped_step"], state_dict["stopped_epoch"]
         self._metric.load_state_dict(state_dict["metric"])

@@ -19,7 +19,7 @@ class ExportPretrained(Callback):
     The model's `save_pretrained` writes the config, the generation config and the weights as safetensors; a PeftModel
     writes only its adapter. A tokenizer or processor is saved too if it is an attribute of the task. `from_pretrained`
     loads the folder. The exported weights are those that the task holds after `fit`. If the run fails or is preempted,
-    nothing is written; export a checkpoint later with `legato export RUN DIR --format hf`.
+    nothing is written. You can then export a checkpoint with `legato export RUN DIR --format hf`.
 
     Args:
         shard_size: Maximum size of a weights file, such as "5GB"; larger weights are split into several files. None:

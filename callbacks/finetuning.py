@@ -42,7 +42,7 @@ class BaseFinetuning(Callback):
         raise NotImplementedError(f"{type(self).__name__} must define freeze_before_training(self, task).")
 
     def finetune_function(self, task: "Task", epoch: int, optimizer: "Optimizer") -> None:
-        """Unfreeze modules at the beginning of `epoch`, counted from 0. Called once per optimizer."""
+        """Unfreeze modules at the beginning of `epoch`, counted from 0. This is called once per optimizer."""
         raise NotImplementedError(f"{type(self).__name__} must define finetune_function(self, task, epoch, optimizer).")
 
     # --- modules ----------------------------------------------------------------------------------------------------
@@ -61,7 +61,7 @@ class BaseFinetuning(Callback):
     def filter_params(
         modules: "Modules", train_bn: bool = True, requires_grad: bool = True
     ) -> "Iterator[nn.Parameter]":
-        """Yield parameters with the given `requires_grad`; `train_bn=False` leaves out those of batch norms."""
+        """Yield parameters with the given `requires_grad`. If `train_bn` is False, skip those of batch norms."""
         from ..base.tensors import BATCH_NORM
 
         for module in BaseFinetuning.flatten_modules(modules):
@@ -173,7 +173,7 @@ class BaseFinetuning(Callback):
             state["trained"] = [name for name, parameter in task.named_parameters() if parameter.requires_grad]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the newest epoch that started; on_save_checkpoint adds the names of trained parameters."""
+        """Return the newest epoch that started. `on_save_checkpoint` adds the names of trained parameters."""
         return {"trained": self._trained, "newest_epoch": self._newest_epoch}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

@@ -15,7 +15,7 @@ class ModelSummary(Callback):
     """Prints a table of the task's modules on rank 0 when `fit` begins.
 
     Args:
-        max_depth: Number of levels of the module tree to show. 0: only totals; -1: all levels.
+        max_depth: Number of levels of the module tree to show. 0: only the totals; -1: all levels.
     """
 
     def __init__(self, max_depth: int = 1) -> None:
@@ -28,7 +28,7 @@ class ModelSummary(Callback):
 
 
 def summarize(task: "nn.Module", max_depth: int = 1) -> str:
-    """Return a table of modules with their name, type, parameter count and trainable parameter count, and totals.
+    """Return a table of the modules with their names, types and parameter counts, followed by totals.
 
     A shared parameter is counted once in each module that contains it and once in the totals. An uninitialized (lazy)
     parameter is marked and counted as 0.

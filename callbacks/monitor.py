@@ -57,7 +57,7 @@ class Monitor:
         return fresh
 
     def read(self, trainer: "Trainer") -> float | None:
-        """Return the current value; None if there is none, or if validation measured it at an earlier step."""
+        """Return the current value, or None if there is none, or if validation measured it at an earlier step."""
         value = trainer.agreed_metrics.get(self.name)
         stale = self.from_validation and self._validated_step != trainer.global_step
         return None if value is None or stale else float(value)
@@ -74,7 +74,10 @@ class Monitor:
         return self._validated or not sum(trainer.num_val_batches)
 
     def lacks_validation(self, trainer: "Trainer") -> str | None:
-        """Return why the run will end before validation logs a value, or None. Call this before the first step."""
+        """Return why the run will end before validation logs a value, or None if it will not.
+
+        Call this method before the first step.
+        """
         first, total = trainer.first_validation_step, trainer.estimated_stepping_batches
         if trainer.global_step or first is None or total >= first:
             return None
@@ -88,13 +91,13 @@ class Monitor:
         )
 
     def is_better(self, value: float, than: float) -> bool:
-        """Return whether `value` is strictly better; False for NaN."""
+        """Return whether `value` is strictly better, or False for NaN."""
         # comparisons with NaN are False, so NaN is never the best value
         return value < than if self.mode == "min" else value > than
 
     @property
     def worst(self) -> float:
-        """The infinity that every finite value improves on."""
+        """Infinity or negative infinity, whichever is worse than every finite value."""
         return math.inf if self.mode == "min" else -math.inf
 
     def refuse(self, trainer: "Trainer") -> NoReturn:

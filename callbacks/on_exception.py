@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 class OnExceptionCheckpoint(CheckpointCallback):
     """Saves the last completed step to `dirpath/filename` when an exception ends a single-process run.
 
-    With multiple processes it saves nothing, since other ranks may be dead or waiting in a collective.
+    With multiple processes, it saves nothing, since other ranks may be dead or waiting in a collective.
 
     Args:
         dirpath: Folder to save to.

@@ -314,7 +314,7 @@ def write(text: str) -> None:
 
 @cache
 def _tqdm() -> Any:
-    """Return a tqdm class without a monitor thread, which would outlive the run. Its lock only covers threads."""
+    """Return a tqdm class without a monitor thread, which would outlive the run. It does not lock other processes."""
     from tqdm.auto import tqdm
 
     class Bar(tqdm):  # type: ignore[type-arg]
@@ -325,7 +325,7 @@ def _tqdm() -> Any:
 
 
 def columns() -> int:
-    """Return the width of the terminal in characters; 200 without a terminal."""
+    """Return the width of the terminal in characters, or 200 if there is no terminal."""
     try:
         # the table goes to stderr, but shutil.get_terminal_size checks stdout, which may be a pipe
         return os.get_terminal_size(sys.stderr.fileno()).columns or 80

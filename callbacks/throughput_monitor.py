@@ -23,8 +23,8 @@ class ThroughputMonitor(Callback):
     """Logs `throughput/samples_per_second` (over all replicas), `throughput/steps_per_second` and `epoch`.
 
     Both rates are averages between logging points, excluding validation time. The callback warns once if training
-    spends more than a quarter of that time waiting for its loader. On an accelerator, waiting counts only while the
-    device is idle.
+    spends more than a quarter of that time waiting for its loader. On an accelerator, only the
+    waiting time during which the device is idle is counted.
     """
 
     def __init__(self) -> None:

@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 
 class WeightAveraging(Callback):
-    """Keeps the mean of the weights over all optimizer steps, or over those that `should_update` selects.
+    """Averages the weights over all optimizer steps, or over those that `should_update` selects.
 
-    Validation, test and prediction use the averages, and after `fit` the task holds them. A checkpoint stores the
+    Validation, test and prediction use the averages, and `fit` leaves the averages in the task. A checkpoint stores the
     trained weights as the model and the averages as this callback's state, and a resume restores both. Everything else
     that reads weights from the checkpoint (`load_from_checkpoint`, an evaluation, `legato export`) uses the averages.
     With `save_weights_only`, the checkpoint stores the averages as the model. Averages are float32 or wider.
@@ -76,7 +76,7 @@ class WeightAveraging(Callback):
         return True
 
     def average(self, averages: "torch.Tensor", weights: "torch.Tensor") -> None:
-        """Update `averages` in place with `weights`, a tensor of the same shape. Not called for the first update."""
+        """Update `averages` in place with `weights`, a tensor of the same shape. The first update does not use it."""
         # a running mean, since a growing sum would lose precision
         averages.lerp_(weights, 1.0 / (self.updates + 1))
 

@@ -1,4 +1,4 @@
-"""Defines each command's argparse arguments. Kept apart from the commands' modules, many of which import torch."""
+"""Defines the arguments of each command. The commands' own modules are separate, since many of them import torch."""
 
 from argparse import ArgumentParser
 

@@ -87,7 +87,7 @@ class Report:
 
     @property
     def seconds(self) -> float | None:
-        """Seconds per step including data: median over the second half of the steps, on the slowest rank.
+        """Seconds per step including data loading: the median over the second half of the steps on the slowest rank.
 
         The first steps also load code, start loader workers and allocate memory.
         """
@@ -186,7 +186,7 @@ def temporary_folder(original: "ConfiguredRun", report: Report) -> Iterator[Path
 
 
 def nearest(folder: Path) -> Path:
-    """Return a folder or its nearest existing parent, which is on the same disk."""
+    """Return the folder itself or its nearest existing parent, which is on the same disk."""
     return next(path for path in (folder, *folder.parents) if path.exists())
 
 
@@ -294,7 +294,7 @@ def describe_error(error: Exception) -> str:
 
 # --- findings in the records ------------------------------------------------------------------------------------------
 def check_gradients(run: "ConfiguredRun", report: Report) -> None:
-    """Report parameters that never got a gradient on any rank. They are a problem unless the strategy accepts them."""
+    """Report parameters that got no gradient on any rank. This is a problem unless the strategy accepts them."""
     missing = [set(record.without_gradient) for record in report.records if record.without_gradient is not None]
     if "fit" in report.tried and missing and (names := sorted(set.intersection(*missing))):
         findings = report.remarks if run.trainer.strategy.finds_unused else report.problems

@@ -110,8 +110,8 @@ def export_model(source: Location, partial: Path, words: Sequence[str]) -> None:
     """Write the model of a checkpoint to `partial`, whose suffix selects ONNX or torch.export.
 
     Args:
-        words: Files and overrides for the config that names the task. Without a file, uses the config of the
-            checkpoint's run.
+        words: Files and overrides for the config that specifies the task. If there is no file, the config of the
+            checkpoint's run is used.
 
     Raises ConfigError if a config or required package is missing, TaskError if `forward` is missing or cannot
     be exported, and CheckpointError if the outputs of the exported model differ from the task's.

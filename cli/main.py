@@ -208,7 +208,7 @@ def _find_modules_here() -> None:
 
 
 def _tell_other_ranks(error: Exception, code: int) -> None:
-    """Report an error that occurred before the process group exists to the launcher's other processes."""
+    """Report an error before the process group exists to the launcher's other processes."""
     from ..trainer.processes.rendezvous import tell_failure
 
     text = str(error) if isinstance(error, LegatoError) else f"{type(error).__name__}: {error}"

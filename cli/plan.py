@@ -59,7 +59,7 @@ class StateSize:
     buffers: int
     gradients: int
     optimizer: int | None
-    """Bytes of the optimizer state; None if unknown."""
+    """Bytes of the optimizer state, or None if unknown."""
     optimizer_name: str
     """Name of the optimizer, or the reason the size of its state is unknown."""
 
@@ -90,7 +90,7 @@ class StateSize:
 
 
 def measure_state(task: nn.Module, make_optimizers: "Callable[[], Sequence[Optimizer]]") -> StateSize:
-    """Return the size of a task's state. The task must be on the meta device; its optimizers take one step there."""
+    """Return the size of a task's state. The task must be on the meta device, where its optimizers take one step."""
     parameters = list(task.parameters())
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     for parameter in trained:
@@ -205,7 +205,7 @@ class Plan:
 
     @property
     def total_steps(self) -> int | None:
-        """Optimizer steps of the run; None if unknown, or if neither epochs nor steps are limited."""
+        """Optimizer steps of the run, or None if unknown, or if neither epochs nor steps are limited."""
         limits = [] if self.values["max_steps"] == -1 else [self.values["max_steps"]]
         epochs = self.values["max_epochs"]
         if epochs is None and not limits and self.values["max_time"] is None:

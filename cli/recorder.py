@@ -37,7 +37,7 @@ class Record:
     without_gradient: list[str] | None = None
     """Trainable parameters that got no gradient in any step."""
     logged: list[str] | None = None
-    """Names of all metrics at the end of an epoch; None if no epoch has ended."""
+    """Names of all metrics at the end of an epoch, or None if no epoch has ended."""
     validated: list[str] = field(default_factory=list)
     """Names of the metrics that validation has logged."""
     plateaus: list[str] = field(default_factory=list)
@@ -47,7 +47,7 @@ class Record:
     host_bytes: int = 0
     """Peak memory of the process in bytes."""
     device_bytes: int | None = None
-    """Peak memory of tensors on the process's fullest device in bytes; None on the CPU."""
+    """Peak memory of tensors on the process's fullest device in bytes, or None on the CPU."""
     place: tuple[int, int, str, str] = (0, 0, "", "")
     """Rank, node, host and device."""
     origin: str = ""

@@ -88,7 +88,7 @@ def _evaluate(words: Sequence[str], stage: str) -> tuple[Any, Any]:
 
 # --- from a config to a run -------------------------------------------------------------------------------------------
 def launch_if_named(config: "Config", command: str) -> None:
-    """If the config names a launcher, run the command with it and exit."""
+    """If the config has a launcher, run the command with it and exit."""
     if config.values.get("launcher") is None:
         return
     name, options = options_of(config.values["launcher"])
@@ -131,7 +131,7 @@ def build_run(config: "Config") -> "ConfiguredRun":
 
 
 def weights_of(run: "ConfiguredRun") -> Any:
-    """Return the checkpoint to evaluate, by default the run's best checkpoint; None to use untrained weights."""
+    """Return the checkpoint to evaluate, by default the run's best one, or None to use untrained weights."""
     if run.checkpoint == "none":
         return None
     return run.stored(run.checkpoint or "") if run.checkpoint in (None, "best", "last") else run.checkpoint

@@ -69,7 +69,7 @@ class Axis:
         return self._text(trial.suggest_float(self.key, *map(float, self.texts), log=self.scale == "log"))
 
     def _text(self, number: float) -> str:
-        """Return a number with four significant digits, which keeps trial names short."""
+        """Format a number with four significant digits, which keeps trial names short."""
         # bounds without a decimal point mean integers, such as a layer width
         is_whole = all(re.fullmatch(r"[-+]?\d+", text) for text in self.texts)
         return str(round(number)) if is_whole else repr(float(f"{number:.4g}"))
@@ -228,8 +228,8 @@ def _die_with_parent() -> None:
 class Sweep:
     """The trials and the folder of a sweep.
 
-    Checks the config once for each value of each key, using the first value of every other key. Raises ConfigError if
-    there is a mistake.
+    The config is checked once for each value of each key, with the first value of every other key. Raises ConfigError
+    if there is a mistake.
     """
 
     def __init__(self, options: Namespace) -> None:
@@ -308,7 +308,7 @@ class Sweep:
                     self.write()
 
     def next_trial(self) -> Trial | None:
-        """Return the next trial to start; None if none is left, or if Optuna first needs other results."""
+        """Return the next trial to start, or None if none is left, or if Optuna first needs other results."""
         while len(self.trials) < self.count:
             if self.optuna:
                 # results are reported in order, so that Optuna chooses the same values when the command is repeated
@@ -344,7 +344,7 @@ class Sweep:
         return table([[_cell(cell) for cell in row[:-1]] for row in rows])
 
     def finish(self) -> None:
-        """Print the results. Exit with 130 or 75 after a signal, 75 if trials are unfinished, 1 if a trial failed."""
+        """Print the results. Exit with 130 or 75 after a signal, 75 if trials are unfinished, 1 if one failed."""
         print(self.write(), file=STDOUT, flush=True)
         left = self.count - sum(bool(trial.state) for trial in self.trials)
         failed = sum(trial.state == "failed" for trial in self.trials)
@@ -358,7 +358,7 @@ class Sweep:
             raise WorkerError(f"{failed} of {self.count} trials failed. See log.txt in their folders.")
 
     def _end(self, number: int) -> None:
-        """Signal all trials to save and exit; after a second Ctrl-C, kill them. If `number` is 0, repeat them."""
+        """Signal all trials to save and exit, or kill them after a second Ctrl-C. 0 repeats the earlier signals."""
         self.signals += [number] if number else []
         again = self.signals.count(signal.SIGINT) > 1
         for trial in self.trials:

@@ -37,7 +37,7 @@ def processes_of(config: "Config") -> "tuple[int, StateParts]":
 
 
 def _count_devices(trainer: Mapping[str, Any]) -> int:
-    """Return the number of devices per machine; for "auto", the number on this machine."""
+    """Return the number of devices per machine. For "auto", this is the number of devices on this machine."""
     automatic = trainer["devices"] in AUTOMATIC
     return len(find_devices(trainer["accelerator"] if automatic else "cpu", trainer["devices"]))
 
@@ -45,7 +45,7 @@ def _count_devices(trainer: Mapping[str, Any]) -> int:
 class UnstartedRun:
     """The objects of a config, each built on first access.
 
-    The task is on the meta device, so it may be of any size. The data module and its loaders are the real ones.
+    The task is on the meta device, so it may be of any size. The data module is the same as in a real run.
 
     Raises ConfigError if the process layout is impossible.
     """
@@ -62,7 +62,7 @@ class UnstartedRun:
 
     @cached_property
     def data(self) -> "DataModule | None":
-        """The data module. An empty task replaces the config's task while it is built."""
+        """The data module. It is built with an empty task in place of the config's task."""
         if self.config.values.get("data") is None:
             return None
         # building the real task on the meta device would also create the data's tensors there

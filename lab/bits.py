@@ -78,8 +78,8 @@ def digest_of(tensor: torch.Tensor) -> str:
 def first_difference(one: StudiedRun, other: StudiedRun) -> Iterator[str]:
     """Yield lines that describe the first difference between two runs.
 
-    Bisects the steps at which both runs have a checkpoint, then recomputes only the steps between the last equal
-    checkpoint and the first different one.
+    The function bisects the steps at which both runs have a checkpoint. It then recomputes only the steps between the
+    last equal checkpoint and the first different one.
 
     Raises ConfigError if a run has no completed step, and CheckpointError if a checkpoint is damaged.
     """

@@ -91,7 +91,7 @@ class RunHistory:
         return next((record for record in reversed(self.checkpoints) if record.step < step), None)
 
     def near(self, step: int) -> CheckpointRecord | None:
-        """Return the oldest checkpoint saved at or after a step; if there is none, the newest one before the step."""
+        """Return the oldest checkpoint at or after a step. If there is none, return the newest one before the step."""
         return next((record for record in self.checkpoints if record.step >= step), self.before(step))
 
     @cached_property
@@ -103,17 +103,17 @@ class RunHistory:
 
     @property
     def last_step(self) -> int:
-        """The newest step with a checkpoint or a logged point; 0 if there is no such step."""
+        """The newest step with a checkpoint or a logged point, or 0 if there is no such step."""
         return max([record.step for record in self.checkpoints[-1:]] + list(self.points), default=0)
 
     @cached_property
     def starts(self) -> list[tuple[int, dict[str, Any]]]:
-        """(number, record) of each start of training, oldest first. Evaluations are numbered too, but left out here."""
+        """(number, record) of each start of training, oldest first. Evaluations also have numbers, but are left out."""
         records = enumerate(read_starts(self.directory))
         return [(number, record) for number, record in records if record.get("stage", "fit") == "fit"]
 
     def start_of(self, step: int) -> tuple[int, dict[str, Any]]:
-        """Return (number, record) of the start that computed a step; (-1, {}) if that start is not recorded."""
+        """Return (number, record) of the start that computed a step, or (-1, {}) if that start is not recorded."""
         return next((start for start in reversed(self.starts) if start[1].get("step", 0) < step), (-1, {}))
 
     @cached_property

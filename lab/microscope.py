@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 class Microscope(MonitoringCallback):
     """Logs norms and activation statistics of each module every n-th step.
 
-    * `weights/NAME`, `gradients/NAME` and `updates/NAME`: norms of the module's own parameters, without those of its
-      submodules, of their gradients after clipping, and of their change in the step.
+    * `weights/NAME`, `gradients/NAME` and `updates/NAME`: norms of the module's own parameters (without those of
+      submodules), their gradients after clipping, and their changes in the step.
     * `activations/NAME.mean`, `.std`, `.largest` (by absolute value) and `.kurtosis`: statistics of the output of each
       module without submodules, over all batches of the step.
 

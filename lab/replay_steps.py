@@ -140,12 +140,12 @@ class Replayed:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the records in a file with one JSON object per line; an empty list if the file does not exist."""
+    """Return the records in a file with one JSON object per line, or an empty list if the file does not exist."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def relative_difference(one: float, other: float) -> float:
-    """Return |one - other| / max(|one|, |other|); infinity if either is not finite."""
+    """Return |one - other| / max(|one|, |other|), or infinity if either is not finite."""
     if not (math.isfinite(one) and math.isfinite(other)):
         return math.inf
     # 1e-8: below it, differences are rounding; and two zeros must not divide by zero
@@ -166,7 +166,7 @@ def replay_steps(
     watchers: Sequence[Callback],
     every_step: bool = True,
 ) -> Replayed:
-    """Train from the newest checkpoint before the first step; a watcher must stop training after the last step.
+    """Train from the newest checkpoint before the first step. A watcher must stop training after the last step.
 
     Args:
         made: New trainer, task and data.
@@ -238,7 +238,7 @@ def on_processes(processes: int, trainer: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def processes_of(trainer: Any) -> int:
-    """Return the number of processes that train; ddp_rpc's servers do not count."""
+    """Return the number of processes that train, without the servers of ddp_rpc."""
     devices = trainer.device_list
     return int(min(trainer.strategy.local_processes(devices), len(devices)) * trainer.num_nodes)
 

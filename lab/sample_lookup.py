@@ -60,7 +60,7 @@ class SampleLookup:
         return StepPlace(step, epoch, step - begun - 1, steps)
 
     def steps_in(self, step: int, epoch: int) -> int | None:
-        """Return the number of steps in an epoch with the settings of a step; None for a stream without a length."""
+        """Return the number of steps in an epoch with the settings of a step, or None for a stream without a length."""
         return steps_of(self.data(step, epoch), epoch)
 
     def data(self, step: int, epoch: int) -> TrainingData:
@@ -139,7 +139,7 @@ def load_loader(owners: Sequence[Any], epoch: int) -> Any:
 
 
 def steps_of(data: TrainingData, epoch: int) -> int | None:
-    """Return the number of steps in an epoch; None for a stream without a length."""
+    """Return the number of steps in an epoch, or None for a stream without a length."""
     if isinstance(data, DealtData):
         return data.order_and_deal(epoch)[1].steps
     # rounded up, since the last step of an epoch may have fewer batches
@@ -147,7 +147,7 @@ def steps_of(data: TrainingData, epoch: int) -> int | None:
 
 
 def step_at(data: DealtData, epoch: int, step: int) -> StepInput:
-    """Return a step of an epoch without loading its data; each `batch` is None."""
+    """Return a step of an epoch without loading its data. Each `batch` is None."""
     return next(data.steps(*data.order_and_deal(epoch), step, repeat(None)))
 
 

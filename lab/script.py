@@ -29,7 +29,7 @@ _imported: set[str] = set()
 
 
 class ScriptHistory(StudiedRun):
-    """A run that a script started. A resume may change the command, so each step uses the command that computed it.
+    """A run started by a script. A resume may change the command, so each step uses the command that computed it.
 
     Args:
         overrides: Trainer arguments that replace the script's, such as "trainer.devices=2".
@@ -126,7 +126,7 @@ def run_to_fit(start: Mapping[str, Any], settings: Mapping[str, Any], processes:
 def stopping_at_fit(start: Mapping[str, Any], settings: Mapping[str, Any], processes: int) -> Iterator[list[Any]]:
     """End the script at the recorded fit, and yield a list that receives the arguments for fit and `__main__`.
 
-    Trainers in the script get `processes` and `settings`. Earlier fits and evaluations are skipped.
+    Trainers in the script receive `processes` and `settings`. Earlier fits and evaluations are skipped.
     """
     made, asked, begun = list[Any](), (start["trainer"], start["fit"]), int(command_of_process()["trainer"])
     kind: Any = Trainer

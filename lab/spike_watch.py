@@ -187,7 +187,7 @@ class SpikeWatch(Callback):
         return bool(above) and not is_level
 
     def _limit(self, values: list[float]) -> float:
-        """Return the value above which a step is a spike; infinity if there are too few values."""
+        """Return the value above which a step is a spike, or infinity if there are too few values."""
         if len(values) < min(LEAST, self.window):
             return math.inf
         # medians, since a single spike would move a mean and a standard deviation

@@ -122,7 +122,7 @@ class StragglerMonitor(Callback):
         self._last, self._ready = parameter, self._clock.stamp()
 
     def _own_work(self) -> float:
-        """Return the mean own work per step since the last agreement, in seconds; 0 without a step."""
+        """Return the mean own work per step since the last agreement, in seconds, or 0 if there is no step."""
         spans, self._spans = self._spans, []
         times = [seconds for begin, end in spans if (seconds := self._clock.seconds(begin, end)) is not None]
         return sum(times) / len(times) if times else 0.0
@@ -185,6 +185,6 @@ class DeviceClock:
         return event
 
     def seconds(self, begin: "torch.Event", end: "torch.Event") -> float | None:
-        """Return the seconds between two events; None if the later event has not completed yet."""
+        """Return the seconds between two events, or None if the later event has not completed yet."""
         # never wait for the device: skip pending events
         return begin.elapsed_time(end) / 1000 if end.query() else None

@@ -85,12 +85,12 @@ def verify(
 ) -> Verification:
     """Recompute random segments between checkpoints of a run, and write a certificate, without changing the run.
 
-    Prints the estimated cost before it begins, and the certificate at the end.
+    The function first prints the estimated cost, and finally the certificate.
 
     Args:
         run: A run from `legato.runs`, its path or its name.
         segments: Number of segments. None: all.
-        seed: Seed for drawing the segments. Default: a random seed, which the certificate records.
+        seed: Seed for choosing the segments. Default: a random seed, which the certificate records.
         devices: Number of processes that recompute the segments. Default: if results must be bitwise identical, a
             number that differs from the run's.
         out: Folder for the certificate. Default: a new folder beside the run.

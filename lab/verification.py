@@ -81,7 +81,7 @@ class Segment:
 
 
 class Verification:
-    """Recomputes random segments of a run, and compares the results. Writes nothing into the run directory."""
+    """Recomputes random segments of a run, and compares the results, without writing to the run directory."""
 
     def __init__(
         self,

@@ -31,7 +31,7 @@ STEPS_FILE = "steps.jsonl"
 
 
 class SameData(Callback):
-    """Ends a replay before its first step if the data has changed; warns if the environment has changed."""
+    """Ends a replay before its first step if the data has changed, and warns if the environment has changed."""
 
     def __init__(self, content: Mapping[str, Any], environment: Mapping[str, Any] | None) -> None:
         self.content, self.environment = content, environment

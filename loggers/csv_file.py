@@ -79,7 +79,7 @@ class CSVLogger(Logger):
                 os.fsync(file.fileno())
 
     def finalize(self, status: str) -> None:
-        """Sync the file, and write hyperparameters recorded before `open` to `hparams.yaml`."""
+        """Sync the file to disk, and write hyperparameters recorded before `open` to `hparams.yaml`."""
         self.save()
         if self.hparams:
             self.log_hyperparams({})

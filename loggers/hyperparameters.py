@@ -32,7 +32,7 @@ def plain(value: Any) -> Any:
 
 
 def flat_params(params: Mapping[str, Any], prefix: str = "") -> dict[str, int | float | str]:
-    """Return nested hyperparameters under names such as "outer/inner"; values other than numbers become strings."""
+    """Return nested hyperparameters under names such as "outer/inner". Values other than numbers become strings."""
     flat: dict[str, int | float | str] = {}
     for key, value in params.items():
         if isinstance(value, Mapping):

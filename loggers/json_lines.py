@@ -59,7 +59,7 @@ class JSONLinesLogger(Logger):
         self._recorded = set(self._line) if self._line.get("step") == resume_step else set()
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Write this step's line, or add `metrics` to it. Does nothing before `open`."""
+        """Write this step's line, or add `metrics` to it. Before `open`, this does nothing."""
         if not self._is_open:
             return
         values = {
@@ -114,9 +114,9 @@ class JSONLinesLogger(Logger):
 
 
 def keep_lines(path: Path, resume_step: int | None) -> tuple[dict[str, Any], int]:
-    """Atomically rewrite the file, omitting lines after `resume_step`, invalid lines and the last line's newline.
+    """Atomically rewrite the file without lines after `resume_step`, invalid lines and the last line's newline.
 
-    Returns the last point and the byte offset of that point's line.
+    Returns the last point and the byte offset of its line.
     """
     if not path.exists():
         return {}, 0
@@ -135,7 +135,7 @@ def keep_lines(path: Path, resume_step: int | None) -> tuple[dict[str, Any], int
 
 
 def parse_point(line: bytes) -> dict[str, Any] | None:
-    """Return the point in a line of the file; None for an invalid line."""
+    """Return the point in a line of the file, or None for an invalid line."""
     try:
         point = json.loads(line)
     # RecursionError: brackets nested too deeply for the parser

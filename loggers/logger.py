@@ -54,17 +54,17 @@ class Logger:
 
     @property
     def save_dir(self) -> str | None:
-        """Folder that holds all runs; None before a run."""
+        """Folder that holds all runs, or None before a run."""
         return None if self._directory is None else str(self._directory.parent.parent)
 
     @property
     def name(self) -> str | None:
-        """Name of the run; None before a run."""
+        """Name of the run, or None before a run."""
         return None if self._directory is None else self._directory.parent.name
 
     @property
     def version(self) -> int | str | None:
-        """N of `version_N`, or the folder's name; None before a run."""
+        """The number in `version_N` or, if there is none, the folder's name. None before a run."""
         if self._directory is None:
             return None
         # a number, since Lightning programs write f"version_{logger.version}"
@@ -73,12 +73,12 @@ class Logger:
 
     @property
     def log_dir(self) -> str | None:
-        """The run directory; None before a run."""
+        """The run directory, or None before a run."""
         return None if self._directory is None else str(self._directory)
 
     @property
     def root_dir(self) -> str | None:
-        """Folder that holds all versions of the run; None before a run."""
+        """Folder that holds all versions of the run, or None before a run."""
         return None if self._directory is None else str(self._directory.parent)
 
     @property
@@ -112,7 +112,7 @@ class Logger:
         """Flush all values logged so far."""
 
     def finalize(self, status: str) -> None:
-        """Close the log. `status` is "success", or a word that says why the run ended."""
+        """Close the log. `status` is "success" or a word for the reason that the run ended."""
 
     def __getattr__(self, name: str) -> Any:
         """Raise AttributeError. For methods of Lightning's loggers, the message suggests an alternative."""

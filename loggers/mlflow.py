@@ -74,7 +74,7 @@ class MLFlowLogger(Logger):
 
     @property
     def experiment(self) -> Any:
-        """The `MlflowClient`; a no-op object on ranks other than 0. The first access starts the MLflow run."""
+        """The `MlflowClient`, or a no-op object on ranks other than 0. The first access starts the MLflow run."""
         if current_rank() != 0:
             return NoExperiment()
         if self._client is None:
@@ -161,5 +161,5 @@ class MLFlowLogger(Logger):
             self._client.set_terminated(self._run_id, "FINISHED" if status == "success" else "FAILED")
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pickle the logger without its client; another process continues the run through its id."""
+        """Pickle the logger without its client. Another process continues the run by its id."""
         return {**super().__getstate__(), "_client": None}

@@ -65,7 +65,7 @@ class TensorBoardLogger(Logger):
 
     @property
     def experiment(self) -> "SummaryWriter | NoExperiment":
-        """torch's SummaryWriter; a no-op object before `open` and on ranks other than 0."""
+        """torch's SummaryWriter, or a no-op object before `open` and on ranks other than 0."""
         return NoExperiment() if self._writer is None else self._writer
 
     def open(self, run_dir: Path, resume_step: int | None) -> None:

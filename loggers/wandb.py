@@ -43,7 +43,7 @@ class WandbLogger(Logger):
 
     @property
     def experiment(self) -> Any:
-        """The W&B run; a no-op object on ranks other than 0. The first access starts the run."""
+        """The W&B run, or a no-op object on ranks other than 0. The first access starts the run."""
         if current_rank() != 0:
             return NoExperiment()
         if self._run is None:
@@ -88,7 +88,7 @@ class WandbLogger(Logger):
         self.experiment.config.update(plain(params), allow_val_change=True)
 
     def watch(self, model: Any, log: str | None = "gradients", log_freq: int = 100, log_graph: bool = True) -> None:
-        """Record histograms of a model's gradients or parameters. Takes the arguments of `wandb.watch`."""
+        """Record histograms of a model's gradients or parameters. The arguments are those of `wandb.watch`."""
         self.experiment.watch(model, log=log, log_freq=log_freq, log_graph=log_graph)
 
     def finalize(self, status: str) -> None:
@@ -101,7 +101,7 @@ class WandbLogger(Logger):
             self._run = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pickle the logger without its W&B run; another process continues the run through its id."""
+        """Pickle the logger without its W&B run. Another process continues the run by its id."""
         import wandb
 
         is_elsewhere = self._run is not None and self._run is wandb.run

@@ -11,7 +11,7 @@ class DataHooks:
     """Hooks for loaders and batch transfer. A data module's hooks take precedence over the task's."""
 
     def prepare_data(self) -> None:
-        """Download or convert data. Called in one process per machine before `setup`. Must not set attributes."""
+        """Download or convert data. This is called in one process per machine before `setup`, so set no attributes."""
 
     def train_dataloader(self) -> Any:
         """Return the training loader."""
@@ -30,13 +30,13 @@ class DataHooks:
         return None
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Return the batch to move to the device. By default, returns it unchanged."""
+        """Return the batch to move to the device. By default, the batch is returned unchanged."""
         return batch
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         """Move a batch to `device`. Override this method for custom batch types.
 
-        With `prefetch_to_device`, a batch that you pass to `super()` is copied during computation on the previous one.
+        With `prefetch_to_device`, a batch that you pass to `super()` is copied while the previous batch is processed.
         """
         # through `vars`: a task's property raises an error without a trainer, and nn.Module searches its modules first
         trainer = vars(self).get("_trainer") or vars(self).get("trainer")
@@ -45,5 +45,5 @@ class DataHooks:
         return trainer.strategy.to_device(batch, device)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Return the batch for the step. `batch` is already on the device. By default, returns it unchanged."""
+        """Return the batch for the step. `batch` is already on the device. By default, it is returned unchanged."""
         return batch

@@ -42,7 +42,7 @@ class DataModule(DataHooks, Hyperparameters):
         return rebuild_data_module(cls, to_location(checkpoint_path), hparams_file, kwargs)
 
     def setup(self, stage: str) -> None:
-        """Build datasets in every process; `stage` is "fit", "validate", "test" or "predict"."""
+        """Build datasets in every process. `stage` is "fit", "validate", "test" or "predict"."""
 
     def teardown(self, stage: str) -> None:
         """Clean up at the end of a stage."""

@@ -80,7 +80,7 @@ class Digits(Task):
         self.log_dict(values, prog_bar=True, batch_size=len(labels))
 
     def configure_optimizers(self) -> dict[str, Any]:
-        """Return AdamW with a one-cycle schedule that raises the learning rate to `lr` and lowers it to zero."""
+        """Return AdamW with a one-cycle schedule that raises the learning rate to `lr` and then lowers it to zero."""
         lr, steps = self.hparams.lr, int(self.trainer.estimated_stepping_batches)
         optimizer = torch.optim.AdamW(self.parameters(), lr=lr, weight_decay=self.hparams.weight_decay)
         scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=lr, total_steps=steps)

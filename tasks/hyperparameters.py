@@ -43,7 +43,7 @@ class Hyperparameters:
     ) -> None:
         """Save the calling `__init__`'s arguments in `hparams` and in every checkpoint, and pass them to the loggers.
 
-        A checkpoint holds no code, so modules, classes, functions and other objects are kept only in `hparams`. You
+        A checkpoint contains no code, so modules, classes, functions and other objects are kept only in `hparams`. You
         must pass such arguments to `load_from_checkpoint` again. The error message lists any missing arguments.
 
         Args:
@@ -89,7 +89,7 @@ class Hyperparameters:
         return plain_hyperparameters(self) if self.__dict__.get("_log_hyperparams", True) else None
 
     def _init_arguments(self, frame: FrameType | None) -> dict[str, Any]:
-        """Return the arguments of all running `__init__` calls of this object; the outermost call takes precedence.
+        """Return the arguments of all running `__init__` calls of this object. The outermost call takes precedence.
 
         Other methods of the object, such as a dataclass's `__post_init__`, may be on the stack between these calls.
         """

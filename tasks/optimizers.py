@@ -65,7 +65,7 @@ def read_optimizers(returned: Any, automatic: bool = True) -> tuple[list[Optimiz
 
 
 def unknown_parameters(task: nn.Module, optimizers: Sequence[Optimizer]) -> str:
-    """Return a message about optimized parameters that do not belong to the task; "" if there are none."""
+    """Return a message about optimized parameters that do not belong to the task, or "" if there are none."""
     # compare ids, since `in` would compare tensor values
     task_ids = set(map(id, task.parameters()))
     shapes = [

@@ -172,7 +172,7 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
         return self(args[0])
 
     def configure_model(self) -> None:
-        """Build modules that are too large for each process's CPU memory. Called once per stage."""
+        """Build modules that are too large for the CPU memory of each process. This is called once per stage."""
 
     def configure_blocks(self) -> Sequence[nn.Module] | None:
         """Return the model as a list of blocks, each of which takes the previous block's output.
@@ -216,7 +216,7 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
         return optimizers, schedulers
 
     def configure_callbacks(self) -> "list[Callback] | Callback":
-        """Return additional callbacks. Each replaces the trainer's callback of the same type."""
+        """Return additional callbacks. Each of them replaces a callback of the same type in the trainer."""
         return []
 
     # --- logged values ----------------------------------------------------------------------------------------------
@@ -239,8 +239,8 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
     ) -> None:
         """Log a number, a tensor with a single value, or a torchmetrics.Metric.
 
-        The value stays on its device. At the next logging point it is reduced over batches and ranks, weighted by the
-        number of samples.
+        The value is not copied to the host. At the next logging point, it is reduced over batches and ranks, weighted
+        by the number of samples.
 
         Args:
             name: Name of the metric.
@@ -256,7 +256,7 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
             add_dataloader_idx: With several loaders, append `/dataloader_idx_N` to the name.
             batch_size: Weight to use instead of the number of samples: a number or a tensor with one value.
             rank_zero_only: Log only rank 0's value.
-            enable_graph, sync_dist_group, metric_attribute: Accepted for compatibility with Lightning; no effect.
+            enable_graph, sync_dist_group, metric_attribute: Accepted for compatibility with Lightning, without effect.
 
         Raises TaskError outside of a run.
         """
@@ -302,7 +302,7 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
         return optimizers[0] if len(optimizers) == 1 else list(optimizers)
 
     def lr_schedulers(self) -> Any:
-        """Return the learning rate scheduler, a list of all schedulers, or None."""
+        """Return the learning rate scheduler, a list of several schedulers, or None if there is none."""
         schedulers = [config.scheduler for config in self.trainer.lr_scheduler_configs]
         return schedulers[0] if len(schedulers) == 1 else schedulers or None
 
@@ -332,12 +332,12 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
         self.trainer.current_run.optimization.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def count_samples(self, batch: Any) -> int:
-        """Return the number of samples in a batch. Called for iterable datasets and for batches that a strategy splits.
+        """Return the number of samples in a batch.
 
-        By default, the number is the size of the first dimension of the batch's tensors, or the number of graphs or
-        packed sequences in the batch. If sizes differ, it is the number of items that the loader collated. Override
-        this method if the default is wrong for your batches. For a loss that is not a mean over samples, see
-        `training_step`.
+        This method is called for iterable datasets and for batches that a strategy splits. By default, it returns the
+        size of the first dimension of the batch's tensors, or the number of graphs or packed sequences in the batch. If
+        the tensors differ in size, it returns the number of items that the loader collated. Override this method if the
+        default is wrong for your batches. For a loss that is not a mean over samples, see `training_step`.
         """
         return require_samples(batch)
 
@@ -361,7 +361,7 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
         optimizer: torch.optim.Optimizer,
         optimizer_closure: Callable[[], Any] | None = None,
     ) -> None:
-        """Step the optimizer. Gradients are already computed; the first `optimizer_closure()` call returns the loss."""
+        """Step the optimizer. Gradients are already computed. The first `optimizer_closure()` call returns the loss."""
         optimizer.step(closure=optimizer_closure)
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: torch.optim.Optimizer) -> None:
@@ -369,7 +369,7 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
         optimizer.zero_grad()
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any | None) -> None:
-        """Step a learning rate scheduler; `metric` is the monitored value for ReduceLROnPlateau."""
+        """Step a learning rate scheduler. `metric` is the value that ReduceLROnPlateau monitors."""
         # a timm scheduler counts either steps or epochs, and ignores calls for the other
         if hasattr(scheduler, "step_update"):
             scheduler.step_update(self.global_step, metric)
@@ -381,7 +381,7 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
 
     # --- display ----------------------------------------------------------------------------------------------------
     def describe_batch(self, batch: Any) -> str | None:
-        """Return a description of a batch for `legato samples --show`; None: the shapes and ranges of its tensors."""
+        """Return a description of a batch for `legato samples --show`, or None to print the shapes of its tensors."""
         return None
 
     # --- rest -------------------------------------------------------------------------------------------------------

@@ -44,7 +44,7 @@ class TaskHooks:
         """Called for each batch, once it is on the device. Return -1 to skip the rest of the epoch."""
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Called after each batch. For the last batch of a step, called after the weight update."""
+        """Called after each batch. For the last batch of a step, this is after the weight update."""
 
     def on_step_end(self) -> None:
         """Called on every process at the end of each step. Override it, for example, to average the weights."""

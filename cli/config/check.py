@@ -105,14 +105,14 @@ class Config(Layer):
     """The run that `resume=auto` found by name, which stores this config except for overrides."""
 
     def text(self, origins: bool = False) -> str:
-        """Return the config as YAML that can be rerun. With `origins`, comments name the origin of each value.
+        """Return the config as YAML that can be rerun. If `origins` is set, comments give the origin of each value.
 
         Secrets are replaced with references to environment variables.
         """
         return dump_yaml(self.stored_values, self.origin if origins else None)
 
     def given_text(self) -> str:
-        """Return the values from files and overrides as YAML, with their origins as comments. Omits defaults."""
+        """Return the values from files and overrides, without defaults, as YAML with their origins as comments."""
         return dump_yaml(self._without_defaults(self.stored_values, ()), self.origin)
 
     def _without_defaults(self, value: Any, key: Key) -> Any:
@@ -123,14 +123,14 @@ class Config(Layer):
 
     @property
     def stored_values(self) -> dict[str, Any]:
-        """The values to write to a file: `${` is escaped, and secrets are replaced with references."""
+        """The values to write to a file, with `${` escaped and secrets replaced with references."""
         values: dict[str, Any] = escape(self.values)
         for key, text in self.secrets.items():
             values = replace_item(values, key, text)
         return values
 
     def changed(self, trainer: Mapping[str, Any] = MappingProxyType({}), **sections: Any) -> "Config":
-        """Return the config with changed Trainer arguments and sections; None removes a section."""
+        """Return the config with changed Trainer arguments and sections. None removes a section."""
         values = {**self.values, **sections, "trainer": {**self.values["trainer"], **trainer}}
         return replace(self, values=_without_absent(values))
 
@@ -215,7 +215,7 @@ def class_path(kind: str, name: str) -> str:
 
 
 def options_of(value: Any) -> tuple[str, dict[str, Any]]:
-    """Return the name and options of a strategy or launcher, whose value in the config may be just a name."""
+    """Return the name and options of a strategy or launcher. Its value in the config may be just a name."""
     options = dict(value) if isinstance(value, Mapping) else {"name": value}
     return options.pop("name"), options
 
@@ -232,7 +232,7 @@ def own_defaults() -> dict[str, Any]:
 
 # --- keys -------------------------------------------------------------------------------------------------------------
 class KeyChecker:
-    """Finds unknown keys, and wrong values in `trainer`, `run` and the top level. Imports no torch."""
+    """Finds unknown keys, and wrong values in `trainer`, `run` and the top level, without importing torch."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self.values = values
@@ -349,14 +349,14 @@ class KeyChecker:
         return Signature({name: Parameter(Any, NO_DEFAULT, False) for name in names or ()}, open=names is None)
 
     def fit(self, kind: Any, value: Any, key: Key) -> Fitted:
-        """Check every object that is to be built for an argument. Ignores the argument's type."""
+        """Check every object that is to be built for an argument. The argument's type is ignored."""
         if is_target(value):
             return self.check(value, key, object)
         items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
         return value, [problem for name, item in items for problem in self.fit(kind, item, (*key, name))[1]]
 
     def check(self, value: Mapping[str, Any], key: Key, base: type) -> Fitted:
-        """Check a mapping with `_target_` that must build an instance of `base`. Returns the value unchanged."""
+        """Check a mapping with `_target_` that must build an instance of `base`. The value is returned unchanged."""
         if not isinstance(value.get(PARTIAL, False), bool) and not is_entry(key):
             return value, [Problem((*key, PARTIAL), f"must be bool, not {describe(value[PARTIAL])}.")]
         path = str(value[TARGET])
@@ -415,7 +415,7 @@ class ValueChecker(KeyChecker):
         return fit(kind, value, key, self.check)
 
     def check(self, value: Mapping[str, Any], key: Key, base: type) -> Fitted:
-        """Check a mapping, and that its `_target_` is a subclass of `base` or of the section's base class."""
+        """Check a mapping, whose `_target_` must be a subclass of `base` or of the section's base class."""
         try:
             find_target(value, key, load(EXPECTED[str(key[0])]) if is_entry(key) else base)
         except ConfigError as error:
@@ -450,7 +450,7 @@ def class_name(base: type) -> str:
 
 
 def _path_meant(path: str) -> str:
-    """Suggest the path of the Legato class with this name, even if the class has moved to another module."""
+    """Return a suggestion with the path of the Legato class of this name, even if it has moved to another module."""
     # uses the last component, since classes have moved between packages without being renamed
     name = path.rpartition(".")[2] if path.startswith(f"{_PACKAGE}.") else path
     for room in ("callbacks", "tasks", "loggers", "lab"):

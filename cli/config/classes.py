@@ -29,7 +29,7 @@ _UNREADABLE = (ImportError, AttributeError, ValueError, SyntaxError, OSError, Re
 
 # --- from source files ------------------------------------------------------------------------------------------------
 def argument_names(path: str) -> list[str] | None:
-    """Return the argument names of the class or function at a dotted path; None if the source does not show them."""
+    """Return the argument names of the class or function at a dotted path, or None if the source does not show them."""
     try:
         return _arguments_in(*_locate(path))
     except _UNREADABLE:
@@ -173,7 +173,7 @@ def _source_of(function: Any) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Return a value with tuples as lists; NO_DEFAULT if YAML cannot represent the value."""
+    """Return a value with tuples as lists, or NO_DEFAULT if YAML cannot represent the value."""
     if isinstance(value, list | tuple):
         items = [plain(item) for item in value]
         return NO_DEFAULT if any(item is NO_DEFAULT for item in items) else items

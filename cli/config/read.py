@@ -259,7 +259,7 @@ def replace_item(value: Any, key: Key, item: Any) -> Any:
 
 # --- layers -----------------------------------------------------------------------------------------------------------
 def read_config(arguments: Sequence[str], defaults: Mapping[str, Any] = MappingProxyType({})) -> Layer:
-    """Merge the files among the arguments from left to right, then apply the overrides and resolve `${...}`.
+    """Merge the config files from left to right, then apply the overrides and resolve `${...}`.
 
     Args:
         defaults: Values to which interpolations may refer if the config does not set them.
@@ -314,7 +314,7 @@ def merge(base: Layer, over: Layer) -> Layer:
 
 
 def _names_another(old: Mapping[Any, Any], new: Mapping[Any, Any], key: Key) -> bool:
-    """Return whether `new` names a different class than `old`. The arguments in `old` then do not apply."""
+    """Return whether the class of `new` differs from that of `old`. If so, the arguments in `old` do not apply."""
     before, after = (entry.get(TARGET) or (entry.get("name") if key in NAMED else None) for entry in (old, new))
     # otherwise the old class's arguments would be reported as misspelled
     return after is not None and after != before and (before is not None or TARGET in new)
@@ -348,7 +348,7 @@ def _read_config_file(path: Path, above: tuple[Path, ...]) -> Layer:
 
 
 def find_config_file(path: Path, above: tuple[Path, ...] = ()) -> Path:
-    """Return a config's file: at `path`, in the project's configs/, or among the configs that come with Legato.
+    """Find a config's file at `path`, in the project's configs/, or among the configs that come with Legato.
 
     Args:
         above: The files that extend this file, the innermost last.
@@ -371,7 +371,7 @@ def find_config_file(path: Path, above: tuple[Path, ...] = ()) -> Path:
 
 
 def project_configs() -> Path | None:
-    """Return the `configs/` folder of the project that contains the working directory; None if there is none."""
+    """Return the `configs/` folder of the project that contains the working directory, or None if there is none."""
     here = Path.cwd()
     for folder in (here, *here.parents):
         # the innermost project, since nested projects have separate configs
@@ -386,7 +386,7 @@ def ready_configs() -> list[str]:
 
 
 def own_directory(arguments: Sequence[str], merged: Layer) -> Path | None:
-    """Return the run directory whose stored config is among the arguments; None if there is none.
+    """Return the run directory whose stored config is among the arguments, or None if there is none.
 
     `run.name` must come from that config. A name from another file or from an override refers to another run.
     """
@@ -401,7 +401,7 @@ def own_directory(arguments: Sequence[str], merged: Layer) -> Path | None:
 
 
 def _shown(path: Path) -> str:
-    """Return a path for messages, relative if it is below the working directory."""
+    """Return a path for messages. A path below the working directory becomes relative."""
     try:
         return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
     except OSError:  # the working directory is gone
@@ -461,7 +461,7 @@ def _overrides(base: Layer, overrides: Sequence[str]) -> Layer:
 
 # --- interpolations ---------------------------------------------------------------------------------------------------
 def _refuse_unused_vars(merged: Layer) -> None:
-    """Raise ConfigError if no value refers to a variable that an override sets in `vars`. It is probably misspelled."""
+    """Raise ConfigError if an override sets a variable in `vars` that no value uses. It is probably misspelled."""
     text = " ".join(text for _, text in _texts(merged.values))
     used = set(re.findall(r"\$\{vars(?:\.|\[['\"]?)([\w-]+)", text))
     for key, origin in merged.origins.items():
@@ -528,7 +528,7 @@ def _environment(name: str, *default: Any) -> Any:
 
 
 def _read_word(text: str) -> Any:
-    """Parse an unquoted word as YAML; an empty word is a string."""
+    """Parse an unquoted word as YAML. An empty word is a string."""
     # as in a file: WIDTH=12 is a number, NAME=off is a string
     loader: Any = _Loader("")
     node = yaml.ScalarNode(loader.resolve(yaml.ScalarNode, text, (True, False)), text)

@@ -30,7 +30,7 @@ def load_to_fit(arguments: Sequence[str], before_imports: Callable[[Mapping[str,
     """Return the config of a new run, as `load_config` does, or of a run to resume.
 
     With `resume=auto`, the overrides among the arguments are applied to the stored config of the resumed run. A warning
-    lists the keys whose values in the files differ from the run's. Raises ConfigError if the files name another task.
+    lists the keys whose values in the files differ from the run's. Raises ConfigError if the task in the files differs.
     """
     overrides = overrides_among(arguments)
     # an override may change an entry that only the stored config has; then the files alone are not a valid config
@@ -96,7 +96,7 @@ def _differences(config: Config, stored: Config) -> Iterator[str]:
 
 
 def _origins(run: Path, stored: Config) -> dict[Key, str]:
-    """Return the origins of the stored values; "default" for values that were defaults when the run started."""
+    """Return the origins of the stored values, or "default" for values that were defaults when the run started."""
     path = run / GIVEN_CONFIG
     try:
         explicit = parse_yaml(path.read_text(encoding="utf-8"), str(path)).origins

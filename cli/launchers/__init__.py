@@ -1,1 +1,1 @@
-"""Launchers that start a run on a cluster. `cli/config/check.py` lists their names."""
+"""Launchers, which start a run on a cluster. `cli/config/check.py` lists their names."""

@@ -19,7 +19,7 @@ class Machines:
     processes: int
     """Processes per node."""
     gpus: int
-    """GPUs per node; 0 on the CPU."""
+    """GPUs per node, or 0 on the CPU."""
 
 
 class Launcher:
@@ -36,11 +36,11 @@ class Launcher:
         return self.start(command, config.changed(launcher=None), machines_of(config, self.name))
 
     def start(self, command: str, config: "Config", machines: Machines) -> int:
-        """Start `legato COMMAND` with a config on machines, and return the exit code."""
+        """Start `legato COMMAND` with a config on these machines, and return the exit code."""
         raise NotImplementedError
 
     def call_tool(self, *words: str, text: str = "") -> str:
-        """Run a cluster's command-line tool with `text` as input; return the output. Raises WorkerError if it fails."""
+        """Run a cluster's tool with `text` as input, and return its output. Raises WorkerError if the tool fails."""
         try:
             done = subprocess.run(words, input=text, capture_output=True, text=True, check=False)
         except OSError as error:

@@ -68,7 +68,7 @@ class SlurmLauncher(Launcher):
     dry_run: bool = False
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for options that would break the script; sbatch checks the rest."""
+        """Raise ConfigError for options that would break the script. sbatch checks the other options."""
         require_local(self.folder, "launcher.folder")
         for option in self.options:
             if option in _SET or not re.fullmatch(r"[a-z][a-z0-9-]*", option):
@@ -78,7 +78,7 @@ class SlurmLauncher(Launcher):
                 )
 
     def start(self, command: str, config: "Config", machines: Machines) -> int:
-        """Submit the job, or print the script; return 0. Raises WorkerError if sbatch fails."""
+        """Submit the job or print the script, and return 0. Raises WorkerError if sbatch fails."""
         values = config.values
         if (self.folder is None or values["resume"] != "auto") and address_problem(values["run"]["root"]):
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""`legato new NAME`: creates a project with a task, data, a callback, configs and a test. Imports no torch."""
+"""`legato new NAME`: creates a project with a task, data, a callback, configs and a test, without importing torch."""
 
 import keyword
 import re

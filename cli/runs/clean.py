@@ -53,7 +53,7 @@ def run_clean(arguments: Namespace) -> None:
 
 
 def deletions(runs: Sequence[RunDirectory], kinds: Sequence[str]) -> dict[str, list[Deletion]]:
-    """Return the folders that may be deleted, by kind. Leaves out runs in use."""
+    """Return the folders that may be deleted, by kind. Runs in use are left out."""
     by_kind: dict[str, list[Deletion]] = {kind: [] for kind in kinds}
     for run in runs:
         # an evaluation in progress reads a checkpoint of the run
@@ -77,7 +77,7 @@ def deletable(run: RunDirectory) -> tuple[str, list[Deletion]]:
 
 
 def old_checkpoints(run: RunDirectory) -> list[CheckpointEntry]:
-    """Return a run's complete checkpoints except the newest and the best; none if the best is unknown."""
+    """Return a run's complete checkpoints except the newest and the best, or none if the best is unknown."""
     complete = [entry for entry in run.checkpoints if entry.complete and is_own_checkpoint(Path(entry.path))]
     best = run.best_checkpoint
     if best is None or best not in complete:
@@ -123,7 +123,7 @@ def delete_locked(deletion: Deletion) -> bool:
 
 
 def remove_empty(run: Path) -> bool:
-    """Delete the empty folder of a run, or print the files left in it. Returns whether it was deleted."""
+    """Delete the empty folder of a run, or print the files left in it. Return whether the folder was deleted."""
     try:
         run.rmdir()  # fails if a file is left, or if a new run has started
     except OSError:

@@ -34,7 +34,7 @@ def differing_values(runs: Sequence[RunDirectory]) -> list[dict[str, str]]:
 
 
 def varying_keys(configs: Sequence[Mapping[str, str]]) -> list[str]:
-    """Return the keys whose values differ between configs. Ignores runs without a config."""
+    """Return the keys whose values differ between configs. Runs without a config are ignored."""
     stored = [config for config in configs if config]
     keys = dict.fromkeys(key for config in stored for key in config if key not in NOT_COMPARED)
     return [key for key in keys if len({config.get(key) for config in stored}) > 1]

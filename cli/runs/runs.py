@@ -48,7 +48,7 @@ def table_rows(runs: Sequence[RunDirectory]) -> list[list[str]]:
 
 
 def signed_best(run: RunDirectory) -> float:
-    """Return the best value, negated if smaller is better; -inf if there is no value."""
+    """Return the best value, negated if smaller is better, or -inf if there is no value."""
     if run.best is None:
         return -math.inf
     return run.best.value if run.best.mode == "max" else -run.best.value

@@ -67,7 +67,7 @@ def start_rows(run: RunDirectory) -> list[list[str]]:
 
 
 def error_text(run: RunDirectory) -> str:
-    """Return the last error with the end of its traceback; "" if there is no error."""
+    """Return the last error with the end of its traceback, or "" if there is no error."""
     if not run.error:
         return ""
     # the end of a traceback shows the line that failed
@@ -94,7 +94,7 @@ def metrics_text(run: RunDirectory) -> str:
 
 
 def evaluations_text(run: RunDirectory) -> str:
-    """Return the evaluations of the run's checkpoints with their values; "" if there are none."""
+    """Return the evaluations of the run's checkpoints with their values, or "" if there are none."""
     rows = [
         [evaluation.name, when(evaluation.began), f"step {evaluation.step}", evaluated_values(evaluation)]
         for evaluation in run.evaluations

@@ -24,7 +24,7 @@ def shortened(line: str, limit: int | None) -> str:
 
 
 def fitting(text: str) -> str:
-    """Return a text with its lines cut to the terminal's width. Unchanged if stdout is not a terminal."""
+    """Return a text with its lines cut to the terminal's width or, if stdout is not a terminal, unchanged."""
     limit = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     return "\n".join(shortened(line, limit) for line in text.splitlines())
 
@@ -35,7 +35,7 @@ def number(value: float) -> str:
 
 
 def when(seconds: float) -> str:
-    """Return a Unix time in seconds as local date and time; "-" if it is out of range."""
+    """Return a Unix time in seconds as local date and time, or "-" if it is out of range."""
     try:
         return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
     except (OverflowError, ValueError, OSError):
@@ -49,7 +49,7 @@ def evaluated_values(evaluation: "RunDirectory") -> str:
 
 
 def metric_names(names: Iterable[str]) -> list[str]:
-    """Return the names of metrics, without x-axes such as the step. Metrics of Legato's callbacks come last."""
+    """Return the names of the metrics, without x-axes such as the step. Metrics of Legato's callbacks are last."""
     shown = (name for name in names if name not in ("step", "time", "epoch"))
     return sorted(shown, key=lambda name: name.startswith(("lr-", "throughput/", "device/")))
 

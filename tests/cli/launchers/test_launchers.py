@@ -111,7 +111,7 @@ def launch(*words):
             "launcher=slurm trainer.devices=auto",
             "devices='auto' .* Set trainer.devices to the number per node",
         ),
-        ("launcher=slurm trainer.accelerator=auto", "accelerator='auto' .* trainer.accelerator to gpu or cpu"),
+        ("launcher=slurm trainer.accelerator=auto", "accelerator='auto', .* trainer.accelerator to gpu or cpu"),
         ("launcher=ray trainer.num_nodes=2", "Ray has one machine, but trainer.num_nodes=2"),
         (
             "launcher=slurm trainer.strategy.elastic=true",
