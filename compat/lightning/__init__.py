@@ -1,7 +1,7 @@
 """Lightning's public module tree, built on Legato. In a program's imports, put `legato.compat.` before `lightning`.
 
 `pytorch_lightning` becomes `legato.compat.lightning.pytorch`. The `pytorch` and `fabric` packages re-export the
-implementations in the modules beside them. After `install()`, or under the command `legato lightning train.py`,
+implementations in the neighboring modules. After `install()`, or under the command `legato lightning train.py`,
 `import lightning` imports this package.
 """
 
@@ -23,7 +23,7 @@ __version__ = "2.6.6"
 
 
 def __getattr__(name: str) -> Any:
-    # lazy: `legato lightning` imports this package before it knows whether the script needs torch
+    # lazy, because `legato lightning` imports this package even if the script does not need torch
     if name in ("pytorch", "fabric"):
         return import_module(f".{name}", __name__)
     if name in __all__:

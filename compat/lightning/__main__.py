@@ -1,4 +1,4 @@
-"""`python -m legato.compat.lightning train.py [arguments]`: same as `legato lightning train.py [arguments]`."""
+"""`python -m legato.compat.lightning SCRIPT.py` is equivalent to `legato lightning SCRIPT.py`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Accelerators: device types as classes, which programs written for Lightning pass and query."""
+"""Accelerators: classes for device types. Programs written for Lightning pass and query them."""
 
 from functools import partial
 from inspect import getmembers, isclass
@@ -13,21 +13,21 @@ from .placeholders import UnsupportedError
 
 
 class Accelerator(str):
-    """A device type. It is also a string with the type's name, so that `trainer.accelerator` can be used as either."""
+    """A device type. It is also a string with the type's name, so `trainer.accelerator` can be used as a string."""
 
     kind = ""
     """The device type, as passed to `Trainer(accelerator=)`."""
 
     def __new__(cls) -> "Accelerator":
-        """Create the string with the name of the device type. Subclasses inherit the name."""
+        """Create the object as a string with the name of the device type."""
         return super().__new__(cls, cls.kind)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle only the accelerator's class."""
+        """Pickle only the class of the accelerator."""
         return type(self), ()
 
     def setup_device(self, device: torch.device) -> None:
-        """Make a device the current device. Raises ConfigError if the device has another type."""
+        """Make a device the current device. Raises ConfigError if it has a different type."""
         if device.type != self.kind:
             raise ConfigError(f"{type(self).__name__}: expected a {self.kind} device, got {device}.")
         if device.type == "cuda":
@@ -42,7 +42,7 @@ class Accelerator(str):
             torch.cuda.empty_cache()
 
     def get_device_stats(self, device: Any) -> dict[str, Any]:
-        """Return torch's memory statistics for a CUDA device, or an empty dict for other types."""
+        """Return torch's memory statistics of a CUDA device, or an empty dict for other device types."""
         return torch.cuda.memory_stats(device) if self.kind == "cuda" else {}
 
     @classmethod
@@ -109,9 +109,9 @@ class Registry(dict[str, Any]):
     def register(
         self, name: str, factory: Any = None, description: str = "", override: bool = False, **init_params: Any
     ) -> Any:
-        """Register a class and its arguments under a name. Without a class, return a decorator.
+        """Register a class and its arguments under a name. If no class is passed, return a decorator.
 
-        Raises ValueError if the name is taken and `override` is False.
+        Raises ValueError if the name is already registered and `override` is False.
         """
         if name in self and not override:
             raise ValueError(f"{name!r} is already registered. To replace it, pass override=True.")
@@ -125,7 +125,7 @@ class Registry(dict[str, Any]):
         del self[name]
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Create and return the object registered under a name. Raises KeyError for an unknown name."""
+        """Create an object of the class registered under a name. Raises KeyError for an unknown name."""
         return self[name]() if name in self or default is None else default
 
 
@@ -133,14 +133,14 @@ AcceleratorRegistry = Registry({**KINDS, "gpu": CUDAAccelerator})
 
 
 def read_devices(devices: Any) -> Any:
-    """Convert Trainer's `devices` to Legato's form: strings such as "0,1" become lists of indices."""
+    """Convert the Trainer argument `devices` to Legato's form. Strings such as "0,1" become lists of indices."""
     if isinstance(devices, str) and "," in devices:
         return [int(index) for index in devices.split(",") if index.strip()]
     return list(devices) if isinstance(devices, (tuple, set, range)) else devices
 
 
 class AcceleratorConnector:
-    """The devices that a Trainer's arguments select. Has only the private names that third-party packages read."""
+    """The devices that a Trainer's arguments select, under the private names that third-party packages read."""
 
     strategy: Any = None
     """The trainer's strategy, if the connector belongs to a trainer."""
@@ -161,14 +161,14 @@ class AcceleratorConnector:
             self._devices_flag = [device.index or 0 for device in self._parallel_devices]
 
     def _choose_strategy(self) -> Any:  # private in Lightning; packages override it for their devices
-        raise UnsupportedError("Trainer chooses its strategy. To select one, pass it: Trainer(strategy='ddp').")
+        raise UnsupportedError("Trainer creates its strategy. Select one with Trainer(strategy='ddp').")
 
     def _check_and_init_precision(self) -> Any:  # private in Lightning; packages override it
         raise UnsupportedError("Trainer creates its precision. Select one with Trainer(precision='bf16-mixed').")
 
 
 def register_classes(registry: Any, method: str, module: ModuleType, parent: type) -> None:
-    """Let each subclass of `parent` in a module that overrides `method` register itself."""
+    """For each subclass of `parent` in a module, call `method` with the registry if the subclass overrides it."""
     for _, kind in getmembers(module, isclass):
         if issubclass(kind, parent) and getattr(kind, method, None) is not getattr(parent, method, None):
             getattr(kind, method)(registry)

@@ -1,4 +1,4 @@
-"""Properties that map private attributes of Lightning, which programs read and set, to attributes of Legato."""
+"""Properties that map Lightning's private attributes, which programs read and set, to attributes of Legato."""
 
 from typing import Any
 

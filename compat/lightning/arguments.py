@@ -57,9 +57,9 @@ BAREBONES: dict[str, Any] = {
 
 
 def read_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert Lightning's Trainer arguments to Legato's. `logger` is True for the default logger.
+    """Convert Lightning's Trainer arguments to Legato's. In the result, `logger=True` selects the default logger.
 
-    Raises ValueError, TypeError or ConfigError as Lightning does, and UnsupportedError for features that Legato does
+    Raises ValueError, TypeError or ConfigError as in Lightning, and UnsupportedError for features that Legato does
     not have.
     """
     _check(settings)
@@ -68,7 +68,7 @@ def read_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
     if settings["barebones"]:
         _check_barebones(settings)
         converted |= BAREBONES
-    # first, because a strategy object may specify an accelerator, devices and plugins
+    # first, because a strategy object may contain an accelerator, devices and plugins
     converted["strategy"] = read_strategy(settings["strategy"])
     converted |= getattr(converted["strategy"], "trainer_arguments", {})
     converted |= {"requeue": is_requeued_by_default(), **read_plugins(settings["plugins"])}
@@ -96,7 +96,7 @@ def read_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
         "gradient_clip_algorithm": str(settings["gradient_clip_algorithm"] or "norm").rpartition(".")[2].lower(),
         "log_every_n_steps": converted["log_every_n_steps"] or NEVER_LOG,
         "default_root_dir": os.path.normpath(os.path.expanduser(root)),
-        # the folder name for runs whose loggers write no files
+        # the folder name for runs with loggers that write no files
         "run_name": "lightning_logs",
         # Lightning's sampler repeats samples, and training steps may gather from all ranks
         "use_distributed_sampler": "even" if settings["use_distributed_sampler"] else False,
@@ -115,7 +115,7 @@ def callbacks_of_packages() -> list[Callback]:
 
 
 def log_ambiguous_limits(settings: Mapping[str, Any]) -> None:
-    """Log the meaning of a limit of 1 (one batch) or 1.0 (all batches)."""
+    """Log what a limit of 1 (one batch) or 1.0 (all batches) means."""
     for name in (*LIMITS, "val_check_interval"):
         value = settings[name]
         if isinstance(value, (int, float)) and not isinstance(value, bool) and value == 1:
@@ -143,7 +143,7 @@ def _check(settings: Mapping[str, Any]) -> None:
             f"batches or a time, got {settings['val_check_interval']}."
         )
     if settings["model_registry"] is not None:
-        raise UnsupportedError("Trainer(model_registry=...): upload checkpoints in Callback.after_save_checkpoint.")
+        raise UnsupportedError("model_registry is not supported. Use Callback.after_save_checkpoint.")
     fast_dev_run = settings["fast_dev_run"]
     if fast_dev_run is not False and (isinstance(fast_dev_run, float) or fast_dev_run < 0):
         raise ConfigError(f"fast_dev_run={fast_dev_run!r}: expected True, False or a number of batches.")
@@ -153,11 +153,11 @@ def _check_barebones(settings: Mapping[str, Any]) -> None:
     unwanted = {**dict.fromkeys(BAREBONES), "fast_dev_run": False, "detect_anomaly": False, "profiler": None}
     for name in unwanted:
         if settings[name] not in (None, False, 0):
-            raise ValueError(f"Trainer(barebones=True, {name}={settings[name]!r}): barebones disables it; remove one.")
+            raise ValueError(f"barebones=True disables {name}={settings[name]!r}. Remove one of these arguments.")
 
 
 def _accelerator(wanted: Any) -> Any:
-    """Return the device type. Raises ConfigError for an unknown one."""
+    """Return the device type. Raises ConfigError if it is unknown."""
     # an Accelerator object is a string that names its device type
     word = wanted.lower() if isinstance(wanted, str) else wanted
     if word in ("tpu", "xla", "hpu", "ipu"):
@@ -168,7 +168,7 @@ def _accelerator(wanted: Any) -> Any:
 
 
 def _precision(wanted: Any, argument: Any, accelerator: str) -> Any:
-    """Return Lightning's name for a precision. If `wanted` comes from a plugin, `argument` is `precision=`."""
+    """Return Lightning's name for the precision `wanted`. `argument` is the value passed as `Trainer(precision=)`."""
     if str(argument) in ("16", "16-mixed") and find_devices(accelerator, "auto")[0].type == "cpu":
         # most float16 kernels for the CPU are much slower than float32 kernels
         rank_zero_warn(f"Trainer(precision={argument!r}) on the CPU uses 'bf16-mixed', as in Lightning.")

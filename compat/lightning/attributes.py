@@ -1,4 +1,4 @@
-"""TrainerAttributes: the attributes of a Trainer that programs read, with Lightning's names and values."""
+"""TrainerAttributes: Trainer attributes that programs read, with Lightning's names and values."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class Values(dict[str, Any]):
-    """A dict of values by name. Copying or pickling it yields a plain dict."""
+    """A dict of values by name. Copying or pickling it creates a plain dict."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return dict, (dict(self),)
@@ -41,12 +41,12 @@ class Values(dict[str, Any]):
 class LoggedMetrics(Values):
     """The values passed to loggers, as tensors.
 
-    Values that only rank 0 logs are not shared between ranks. They appear only in rank 0's `callback_metrics`.
+    Values that only rank 0 logs are not shared between ranks. They are added only to `callback_metrics` of rank 0.
     """
 
     def __init__(self, trainer: "TrainerAttributes", values: Mapping[str, Any]) -> None:
         super().__init__(values)
-        self.owner = trainer  # not `trainer`, which the Tuner looks for in parts of a trainer
+        self.owner = trainer  # not named `trainer`, because the Tuner searches for this attribute
         self.of_rank_0: set[str] = set()
 
     def update(self, values: Mapping[str, Any]) -> None:  # type: ignore[override]
@@ -58,9 +58,9 @@ class LoggedMetrics(Values):
 
 
 class MetricsOfProcess(Values):
-    """Values that all ranks share, some replaced with newer local values.
+    """The values that all ranks share, updated with newer values of this process.
 
-    Values that a program sets count as shared.
+    Values that a program sets are treated as shared.
     """
 
     def __init__(self, agreed: dict[str, Any], local: Mapping[str, Any]) -> None:
@@ -93,18 +93,18 @@ class TrainerAttributes(OwnParts, Trainer):
     fitted: "tuple[list[Optimizer], list[Any]]" = ([], [])
     """Optimizers and schedulers of the latest fit."""
     _handles: "tuple[Any, list[LightningOptimizer]]" = (None, [])
-    """The latest run's optimization, and the optimizers that its module gets."""
+    """The latest run's optimization, and the optimizers that its module receives."""
     predictions: list[Any]
     """The result of the latest call to `predict`."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the optimizers of the latest fit, which other processes do not need."""
+        """Return the state without the optimizers of the latest fit, which other processes do not need."""
         return {name: value for name, value in vars(self).items() if name not in ("fitted", "_handles")}
 
     # --- state ------------------------------------------------------------------------------------------------------
     @property
     def state(self) -> TrainerState:
-        """The loop state, with `fn`, `stage` and `status`."""
+        """The loop state, including `fn`, `stage` and `status`."""
         state: TrainerState = self.__dict__["_state"]
         return state
 
@@ -124,7 +124,7 @@ class TrainerAttributes(OwnParts, Trainer):
 
     @property
     def received_sigterm(self) -> bool:
-        """Whether the run has received a request to end."""
+        """Whether the run has received a signal to stop."""
         return self.run is not None and bool(self.run.preemption.signal)
 
     @property
@@ -153,7 +153,7 @@ class TrainerAttributes(OwnParts, Trainer):
 
     @property
     def step_is_ending(self) -> bool:
-        """Whether the step counter is ahead of the last batch: in on_train_batch_end, and in validation during fit."""
+        """Whether the current step is already counted: in on_train_batch_end, and in a validation during fit."""
         run, state = self.run, self.state
         if run is None or not self.in_epoch or not state.epoch_steps:
             return False
@@ -183,7 +183,7 @@ class TrainerAttributes(OwnParts, Trainer):
 
     @property
     def datamodule(self) -> Any:
-        """The data module of the run, or the one that was set; None if there is none."""
+        """The data module of the run, or the data module that was set; None if there is none."""
         datamodule = None if self.run is None else self.run.datamodule
         return self.__dict__.get("_datamodule") if datamodule is None else datamodule
 
@@ -193,8 +193,8 @@ class TrainerAttributes(OwnParts, Trainer):
 
     @property
     def optimizers(self) -> "list[Optimizer]":
-        """The optimizers of the run or, without a run, of the latest fit. Can be set during a run."""
-        # the optimizers of the latest fit stay readable in a later test, whose run has none
+        """The optimizers of the run or, if there is no run, of the latest fit. Programs can set them during a run."""
+        # the optimizers of the latest fit can be read during a later test, which has no optimizers
         current = [] if self.run is None else super().optimizers
         return current or list(self.fitted[0])
 
@@ -204,18 +204,18 @@ class TrainerAttributes(OwnParts, Trainer):
 
     @property
     def lr_scheduler_configs(self) -> list[Any]:
-        """The schedulers of the run or, without a run, of the latest fit."""
+        """The schedulers of the run or, if there is no run, of the latest fit."""
         current = [] if self.run is None else super().lr_scheduler_configs
         return list(current or self.fitted[1])
 
     @property
     def manual_optimizers(self) -> list[ManualOptimizer]:
-        """The optimizers in the form in which the module of the run, or of the latest fit, gets them."""
+        """The optimizers of the run or of the latest fit, wrapped as the module receives them."""
         optimizers = [] if self.run is None else super().optimizers
         if not optimizers:
             return [LightningOptimizer(optimizer) for optimizer in self.fitted[0]]
         optimization = self.current_run.optimization
-        # returns the same objects on each call, because programs set functions on them
+        # each call returns the same objects, because programs set functions on them
         if self._handles[0] is not optimization or [handle.optimizer for handle in self._handles[1]] != optimizers:
             self._handles = optimization, [LightningOptimizer(optimizer, optimization) for optimizer in optimizers]
         return list(self._handles[1])
@@ -246,7 +246,7 @@ class TrainerAttributes(OwnParts, Trainer):
 
     @property
     def log_dir(self) -> str | None:
-        """The folder of the first logger, or `save_dir` of a logger that writes no files. Default: the root folder."""
+        """The first logger's folder, or its `save_dir` if it writes no files; the root folder if there is no logger."""
         if not self.loggers:
             return str(self.default_root_dir)
         first = self.loggers[0]
@@ -255,9 +255,9 @@ class TrainerAttributes(OwnParts, Trainer):
 
     @property
     def ckpt_path(self) -> str | Path | None:
-        """The checkpoint from which the run started, or the one that was set for the next run."""
+        """The checkpoint from which the run started, or the checkpoint that was set for the next run."""
         path: str | Path | None = self.__dict__.get("_ckpt_path")
-        source = getattr(self.run, "source", None)  # a call knows its checkpoint only after its processes have joined
+        source = getattr(self.run, "source", None)  # unknown until the processes of the call have joined
         return str(source) if path is None and source is not None else path
 
     @ckpt_path.setter
@@ -267,20 +267,20 @@ class TrainerAttributes(OwnParts, Trainer):
     # --- values -----------------------------------------------------------------------------------------------------
     @property
     def callback_metrics(self) -> "dict[str, Tensor]":
-        """The latest value logged under each name. Until the next logging point, values are this process's own."""
+        """The latest logged values, by name. Until the next logging point, new values are local to this process."""
         agreed = self.newest_agreed()
         # each publication creates new tensors: while the shared tensor is the same, the local value is newer
         local = {name: value for name, (value, before) in self._own_values.items() if agreed.get(name) is before}
         return MetricsOfProcess(agreed, local) if local else agreed
 
     def newest_agreed(self) -> "dict[str, Tensor]":
-        """Return the values that all ranks share, for joint decisions. With one process, these are the newest ones."""
+        """Return the values that all ranks share, for joint decisions. For one process, these are the newest values."""
         self._read_newest()
         return self.agreed_metrics
 
     @property
     def logged_metrics(self) -> dict[str, Any]:
-        """The latest value of each name passed to loggers, up to the latest batch."""
+        """The latest values passed to loggers, by name, including the values of the latest batch."""
         self._read_newest()
         metrics: dict[str, Any] = self.__dict__["_logged_metrics"]
         return metrics
@@ -291,7 +291,7 @@ class TrainerAttributes(OwnParts, Trainer):
 
     @property
     def progress_bar_metrics(self) -> dict[str, float]:
-        """The latest value of each name shown in progress bars, up to the latest batch."""
+        """The latest values shown in progress bars, by name, including the values of the latest batch."""
         self._read_newest()
         metrics: dict[str, float] = self.__dict__["_progress_bar_metrics"]
         return metrics
@@ -334,10 +334,10 @@ class TrainerAttributes(OwnParts, Trainer):
 
     # --- data -------------------------------------------------------------------------------------------------------
     def _loaders(self, word: str) -> Any:
-        """Return the loaders of a kind as the program passed them, but with a CombinedLoader unwrapped."""
+        """Return the loaders of a stage as the program passed them. A CombinedLoader is unwrapped."""
         loaders = None if self.run is None else self.run.data.loaders.get(word)
         if loaders is None and self.run is not None and word in self.lengths and not self.run.loop.open:
-            source = self.run.datamodule or self.run.task  # the loaders are gone with their worker processes
+            source = self.run.datamodule or self.run.task  # the worker processes with the loaders have ended
             loader = self.run.request_loaders.get(word)  # `is not None`, because stream loaders have no truth value
             loaders = self.run.data.loaders[word] = getattr(source, LOADERS[word])() if loader is None else loader
         return loaders.iterables if isinstance(loaders, CombinedLoader) else loaders
@@ -364,20 +364,20 @@ class TrainerAttributes(OwnParts, Trainer):
 
     @property
     def num_training_batches(self) -> int | float:
-        """Number of batches in an epoch; infinity if it is unknown, as before a run."""
+        """Number of batches in an epoch; infinity if the number is unknown, for example before a run."""
         return float("inf") if self.run is None else super().num_training_batches
 
     @property
     def num_sanity_val_batches(self) -> list[int | float]:
         """Number of sanity-check batches for each validation loader."""
-        # Legato's limit counts the batches of all replicas, Lightning's those of each replica
+        # Legato's limit counts the batches of all replicas; Lightning's limit counts the batches of each replica
         most = self.num_sanity_val_steps
         rounds = most if most == float("inf") else -(-most // self.state.replicas)
         return [min(rounds, count) for count in self.num_val_batches]
 
     @property
     def val_check_batch(self) -> int | float | None:
-        """Number of batches between validations; None before a run, or if validation is scheduled by time."""
+        """Number of batches between validations; None before a run or if validation is scheduled by time."""
         if self.run is None or self.run.data.validation_seconds is not None:
             return None
         rounds = self.run.data.validation_rounds
@@ -385,7 +385,7 @@ class TrainerAttributes(OwnParts, Trainer):
 
     @property
     def enable_validation(self) -> bool:
-        """Whether fit validates. Before the loaders exist, whether they were passed or a method creates them."""
+        """Whether fit runs validation. Before the loaders exist, this depends on whether fit can obtain loaders."""
         run, task = self.run, self.lightning_module
         if run is None or not self.limit_val_batches:
             return False
@@ -397,7 +397,7 @@ class TrainerAttributes(OwnParts, Trainer):
 
     @property
     def estimated_stepping_batches(self) -> int | float:
-        """Number of steps in the whole run. Requests the training loader if it does not exist yet, as in `setup`."""
+        """Number of steps in the entire run. Creates the training loader if it does not exist yet."""
         # in configure_optimizers, the step count of a run without an end is not known yet
         if self.max_epochs == -1:
             return float("inf") if self.max_steps == -1 else self.max_steps
@@ -423,7 +423,7 @@ class TrainerAttributes(OwnParts, Trainer):
     # --- processes and devices --------------------------------------------------------------------------------------
     @property
     def _accelerator_connector(self) -> AcceleratorConnector:
-        """The devices, under a private name that third-party packages read."""
+        """The devices. Third-party packages read this private name."""
         connector = AcceleratorConnector(self.accelerator, self.devices, self.num_nodes)
         connector.strategy, connector.use_distributed_sampler = self.strategy, bool(self.use_distributed_sampler)
         connector.cluster_environment = getattr(self.strategy, "cluster_environment", None)
@@ -450,7 +450,7 @@ class TrainerAttributes(OwnParts, Trainer):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int] | None:
-        """The arguments for a DistributedSampler; None with one process."""
+        """The arguments for a DistributedSampler; None if there is only one process."""
         # a DistributedSampler with one replica would still reshuffle a loader
         if self.world_size == 1:
             return None

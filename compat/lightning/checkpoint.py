@@ -2,8 +2,8 @@
 
 The file has Lightning's keys. The additional state that Legato needs for an exact resume (replicas, positions in the
 data, sums of the epoch, fingerprint) is stored under the `legato` key, which Lightning ignores. Values that contain
-code, such as a module among the hyperparameters, are stored as nested pickles. `torch.load` reads these pickles with
-weights_only=False. `read` leaves them out unless this process has written them.
+code, such as a module among the hyperparameters, are stored as nested pickles, which `torch.load` reads only with
+weights_only=False. By default, `read` omits nested pickles that this process did not write.
 """
 
 import hashlib
@@ -35,7 +35,7 @@ log = logging.getLogger("legato")
 
 KEY = "legato"
 LEFT_OUT, BUILT = "hyper_parameters_left_out", "hyper_parameters_built"
-"""Keys in a checkpoint's contents that list hyperparameters that are code, and hyperparameters built from a config."""
+"""Keys in a checkpoint that list the hyperparameters that are code, and those built from a config."""
 OF_LEGATO = {
     *("state", "run_id", "fingerprint", "optimizer_names", "metrics", "callback_metrics", "data", "versions", "config"),
 }
@@ -47,19 +47,19 @@ load_pickle: Any = torch.UntypedStorage(0).__reduce__()[0]
 
 
 class Code:
-    """A value that `torch.load` would reject, stored as a nested pickle, which weights_only=True does not unpickle."""
+    """A value that `torch.load` would reject. It is stored as a pickle that weights_only=True does not unpickle."""
 
     def __init__(self, pickled: bytes) -> None:
         self.pickled = pickled
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Return the value itself if a file is read with weights_only=False."""
+        """Make `torch.load` restore the original value if it reads the file with weights_only=False."""
         return load_pickle, (self.pickled,)
 
 
-# --- what a file may hold ---------------------------------------------------------------------------------------------
+# --- what a file may contain ------------------------------------------------------------------------------------------
 def _plain_classes() -> list[Any]:
-    """Return classes to allow besides torch's own. Reading objects of these classes runs no code."""
+    """Return classes that `torch.load` may load in addition to torch's own. Loading such objects runs no code."""
     kinds = {type(np.dtype(code)) for code in np.typecodes["All"] if code not in "OVM"}
     classes: list[Any] = [timedelta, PosixPath, np.ndarray, np.dtype, *kinds]
     # a nested pickle is not read
@@ -75,7 +75,7 @@ def _plain_classes() -> list[Any]:
 
 
 def _wrapped(name: str, value: Any) -> Any:
-    """Return a value, or Code if `torch.load` would reject it. Raises any error that pickling raises."""
+    """Return a value. If `torch.load` would reject the value, it is wrapped in Code. Pickling errors are raised."""
     # only torch knows which values its reader rejects, and it checks only files
     buffer = BytesIO()
     torch.save(value, buffer)
@@ -87,12 +87,12 @@ def _wrapped(name: str, value: Any) -> Any:
 
 
 def _is_nested(key: str, value: Any) -> bool:
-    """Return whether a key in a file holds a dict of the program's own values."""
+    """Return whether the value of a key in a file is a dict of the program's values."""
     return isinstance(value, dict) and (key.endswith("hyper_parameters") or key in ("callbacks", KEY))
 
 
 def _wrap_code(values: Mapping[str, Any], is_outer: bool = True) -> dict[str, Any]:
-    """Return a file's contents with Code in place of values that `torch.load` would reject."""
+    """Return the contents of a file. Values that `torch.load` would reject are wrapped in Code."""
     wrapped = {}
     for key, value in values.items():
         try:
@@ -109,7 +109,7 @@ def is_omegaconf(value: Any) -> bool:
 
 
 def to_file(contents: Mapping[str, Any], data_module: Any = None) -> dict[str, Any]:
-    """Convert the contents of a checkpoint to Lightning's format, with Legato's state under KEY."""
+    """Convert the contents of a checkpoint to Lightning's format. Legato's state is stored under KEY."""
     of_legato = {key: contents[key] for key in OF_LEGATO if key in contents}
     saved = {key: value for key, value in contents.items() if key not in OF_LEGATO}
     scale, data = saved.pop("precision", None), saved.pop("datamodule", None)
@@ -138,7 +138,7 @@ def to_file(contents: Mapping[str, Any], data_module: Any = None) -> dict[str, A
 
 
 def from_file(trainer: Any, path: Path, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert a file that Legato or Lightning wrote to the contents of a run's checkpoint."""
+    """Convert the contents of a Legato or Lightning file to those of a run's checkpoint."""
     if KEY in saved:
         contents = {key: value for key, value in saved.items() if key != KEY} | dict(saved[KEY])
         if "state" in contents:
@@ -155,7 +155,7 @@ def from_file(trainer: Any, path: Path, saved: Mapping[str, Any]) -> dict[str, A
 
 
 def _with_averages(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Add the averages, which Lightning stores separately, to the states of callbacks that average weights."""
+    """Add averaged weights, which Lightning stores separately, to the states of the callbacks that average weights."""
     states = dict(saved.get("callbacks") or {})
     for key, state in states.items() if TRAINED in saved else ():
         if isinstance(state, dict) and "latest_update_step" in state:
@@ -167,9 +167,9 @@ def _with_averages(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_hyperparameters(contents: Mapping[str, Any], owners: Mapping[str, Any]) -> dict[str, Any]:
-    """Return contents with hyperparameters in the program's form: code, and OmegaConf containers.
+    """Return contents whose hyperparameters have the program's types, including code and OmegaConf containers.
 
-    Values that a hook has changed are kept. `owners` maps the prefixes of keys to the module and data module.
+    Values that a hook has changed are preserved. `owners` maps key prefixes to the module and the data module.
     """
     contents = dict(contents)
     for prefix, owner in owners.items():
@@ -191,7 +191,7 @@ def with_hyperparameters(contents: Mapping[str, Any], owners: Mapping[str, Any])
 
 # --- files ------------------------------------------------------------------------------------------------------------
 def write(path: Path, saved: dict[str, Any]) -> None:
-    """Write a file, completely or not at all. Raises CheckpointError on failure."""
+    """Write a file atomically. Raises CheckpointError on failure."""
     # the file is renamed when it is complete, so a reader never sees half of it
     with whole_file(path) as partial, torch.serialization.safe_globals(_plain_classes()):
         try:
@@ -235,7 +235,7 @@ def read(source: Any, map_location: Any = "cpu", weights_only: bool | None = Non
 
 
 def _read_code(saved: dict[str, Any], is_trusted: bool) -> dict[str, Any]:
-    """Read nested pickles that are trusted or were written by this process; leave out all others with a warning."""
+    """Read nested pickles that are trusted or were written by this process. Omit all others and log a warning."""
     places = [("", saved, key) for key in saved]
     places += [(key, values, name) for key, values in saved.items() if _is_nested(key, values) for name in values]
     left_out = []
@@ -251,12 +251,12 @@ def _read_code(saved: dict[str, Any], is_trusted: bool) -> dict[str, Any]:
             else:
                 left_out.append(f"{key}.{name}".lstrip("."))
     if left_out:
-        log.warning("Skipped the checkpoint's code under %s. To load it, pass weights_only=False.", ", ".join(left_out))
+        log.warning("Skipped code in the checkpoint: %s. To load it, pass weights_only=False.", ", ".join(left_out))
     return saved
 
 
 def _require_undamaged(path: Path) -> None:
-    """Raise CheckpointError if a file is damaged, since torch does not verify the checksums in the file."""
+    """Raise CheckpointError if a file is damaged. Torch itself does not verify the checksums in the file."""
     try:
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()
@@ -267,7 +267,7 @@ def _require_undamaged(path: Path) -> None:
 
 
 def run_of(path: Path) -> str | None:
-    """Return the id of the run that wrote a file, without reading its tensors; None for any other file."""
+    """Return the id of the run that wrote a file, or None if no run wrote it. The tensors are not read."""
     # a file that cannot be read does not belong to this run, which must not touch it
     with suppress(Exception), torch.serialization.safe_globals(_plain_classes()):
         return str(torch.load(path, map_location="cpu", weights_only=True, mmap=True)[KEY]["run_id"])
@@ -275,7 +275,7 @@ def run_of(path: Path) -> str | None:
 
 
 def in_one_piece(value: Any, ranks: Any) -> Any:
-    """Return nested values with all sharded tensors gathered on rank 0. Every rank in `ranks` must call this."""
+    """Return nested values with all sharded tensors gathered on rank 0. Every rank of `ranks` must call this."""
     block = value if isinstance(value, ShardBlock) else shard_block(value) if isinstance(value, Tensor) else None
     if block is not None:
         parts = ranks.gather_objects((block.offset, block.block.cpu()))
@@ -290,7 +290,7 @@ def in_one_piece(value: Any, ranks: Any) -> Any:
 
 # --- of a run ---------------------------------------------------------------------------------------------------------
 class LightningFile:
-    """Checkpoint format of runs in Lightning compatibility mode: single files that Lightning can load."""
+    """Checkpoint format of runs in Lightning compatibility mode: one file that Lightning can load."""
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
@@ -300,11 +300,11 @@ class LightningFile:
         """The weights_only value that the program passed for reading the checkpoint."""
 
     def name(self, step: int) -> str:
-        """Return the path of the checkpoint that a run saves when it is asked to stop, as in Lightning."""
+        """Return the path of the checkpoint that a run saves when it receives a stop signal, as in Lightning."""
         return os.path.join(os.path.abspath(self.trainer.default_root_dir), f"hpc_ckpt_{step}.ckpt")
 
     def write(self, path: Path, contents: Mapping[str, Any], ranks: Any, run: str) -> None:
-        """Write a file on rank 0, which gathers all shards."""
+        """Gather all shards on rank 0 and write the file there."""
         current = self.trainer.current_run
         # Lightning's format has no shards: rank 0 gathers them one tensor at a time
         gathered = in_one_piece(dict(contents), ranks)
@@ -318,7 +318,7 @@ class LightningFile:
     def read(self, path: Path, ranks: Any, names: Collection[str], in_parts: Collection[str]) -> dict[str, Any]:
         """Read a checkpoint from Legato or Lightning, or the weights in another program's file.
 
-        If the checkpoint has averaged weights, those are loaded, unless a callback of this run continues the averaging.
+        If the checkpoint contains averaged weights, return these weights, unless a callback continues the averaging.
         """
         contents = self._read(path, ranks, names, in_parts)
         added = self.trainer.current_run.task.configure_callbacks() or []
@@ -328,7 +328,7 @@ class LightningFile:
         return contents
 
     def load_states(self) -> None:
-        """Load the states of data module and callbacks from the evaluated checkpoint. Does so once, as in Lightning."""
+        """Load the states of the data module and callbacks from the evaluated checkpoint, unless already loaded."""
         data, callbacks = self.states or (None, {})
         self.states = None
         if data and self.trainer.datamodule is not None:
@@ -355,6 +355,6 @@ class LightningFile:
     def remove(self, path: Path, run: str) -> None:
         """Delete a file that this run wrote. Raises CheckpointError for any other file."""
         if run_of(path) != run:
-            reason = "another run wrote it" if path.exists() else "it is not there"
+            reason = "another run wrote it" if path.exists() else "it does not exist"
             raise CheckpointError(f"{path} is not removed: {reason}.")
         path.unlink()

@@ -70,7 +70,7 @@ class LightningArgumentParser(ArgumentParser):  # type: ignore[misc]
     def add_lightning_class_args(
         self, lightning_class: Any, nested_key: str, subclass_mode: bool = False, required: bool = True
     ) -> list[str]:
-        """Add the arguments of a trainer, module, data module or callback class, and return the names.
+        """Add the arguments of a trainer, module, data module or callback class, and return the argument names.
 
         Raises MisconfigurationException for any other class.
         """
@@ -92,7 +92,7 @@ class LightningArgumentParser(ArgumentParser):  # type: ignore[misc]
     def add_optimizer_args(
         self, optimizer_class: Any = (Optimizer,), nested_key: str = "optimizer", link_to: str = "AUTOMATIC"
     ) -> None:
-        """Add the arguments of an optimizer class; a tuple of classes allows all their subclasses."""
+        """Add the arguments of an optimizer class. A tuple of classes allows any subclass of these classes."""
         self._add_deferred(optimizer_class, nested_key, "params")
         self.optimizer_keys[nested_key] = (optimizer_class, link_to)
 
@@ -102,12 +102,12 @@ class LightningArgumentParser(ArgumentParser):  # type: ignore[misc]
         nested_key: str = "lr_scheduler",
         link_to: str = "AUTOMATIC",
     ) -> None:
-        """Add the arguments of a scheduler class; a tuple of classes allows all their subclasses."""
+        """Add the arguments of a scheduler class. A tuple of classes allows any subclass of these classes."""
         self._add_deferred(lr_scheduler_class, nested_key, "optimizer")
         self.scheduler_keys[nested_key] = (lr_scheduler_class, link_to)
 
     def dump(self, *args: Any, **kwargs: Any) -> str:
-        """Return a config as text in which this package's public classes have Lightning's paths."""
+        """Return a config as text. Public classes of this package are written with their Lightning paths."""
         text: str = super().dump(*args, **kwargs)
         stands_for_lightning = getattr(sys.modules.get("lightning"), "__name__", None) == ROOT
         return CLASS_PATH.sub(lambda match: lightnings_path(match[0]), text) if stands_for_lightning else text
@@ -121,7 +121,7 @@ class LightningArgumentParser(ArgumentParser):  # type: ignore[misc]
 
 
 def lightnings_path(path: str) -> str:
-    """Return the shortest path below `lightning` of a public class of this package; leave any other path unchanged."""
+    """Return the shortest path below `lightning` of a public class in this package, or any other path unchanged."""
     module, _, name = path.rpartition(".")
     value = getattr(sys.modules.get(module), name, None)
     for package in sorted(package for package in sys.modules if f"{package}.".startswith(f"{ROOT}.pytorch.")):
@@ -171,7 +171,7 @@ class SaveConfigCallback(Callback):
         self.already_saved = True
 
     def save_config(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Save the config elsewhere. Called on rank 0. Does nothing by default; subclasses may override it."""
+        """Called on rank 0 to save the config elsewhere. Does nothing by default; subclasses may override it."""
 
 
 class LightningCLI:
@@ -221,7 +221,7 @@ class LightningCLI:
 
     # --- the parser -------------------------------------------------------------------------------------------------
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
-        """Return a parser with the `--config` option. Configs that it writes start with Lightning's version."""
+        """Return a parser with the `--config` option. Configs written by the parser start with Lightning's version."""
         kwargs.setdefault("dump_header", [f"lightning.pytorch=={VERSION}"])
         parser = self.parser_class(**kwargs)
         help_text = "Path to a configuration file in json or yaml format."
@@ -248,7 +248,7 @@ class LightningCLI:
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """Return the subcommands, each with the method's arguments that the command line does not accept."""
+        """Return the subcommands. Each maps to the method arguments that the command line does not accept."""
         loaders = {"model", "dataloaders", "datamodule"}
         fit = {"model", "train_dataloaders", "val_dataloaders", "datamodule"}
         return {"fit": fit, "validate": loaders, "test": loaders, "predict": loaders}
@@ -283,7 +283,7 @@ class LightningCLI:
 
     @staticmethod
     def link_optimizers_and_lr_schedulers(parser: LightningArgumentParser) -> None:
-        """Link the arguments of optimizers and schedulers to the keys that `link_to` names."""
+        """Link the arguments of optimizers and schedulers to the keys specified by `link_to`."""
         for key, (kinds, target) in {**parser.optimizer_keys, **parser.scheduler_keys}.items():
             if target != "AUTOMATIC" and isinstance(kinds, tuple):
                 parser.link_arguments(key, target)
@@ -291,20 +291,20 @@ class LightningCLI:
                 parser.link_arguments(key, target, compute_fn=partial(_spec_of, kinds))
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Parse the command line, a list of words or a dict into `config`."""
+        """Parse the command line, a list of arguments or a dict into `config`."""
         if args is not None and len(sys.argv) > 1:
-            rank_zero_warn(f"LightningCLI got both args={args} and a command line, {sys.argv[1:]}. It uses args.")
+            rank_zero_warn(f"LightningCLI uses args={args} and ignores the command-line arguments {sys.argv[1:]}.")
         values = isinstance(args, (dict, Namespace))
         self.config = parser.parse_object(args) if values else parser.parse_args(args)
 
     def _take_hyperparameters(self) -> None:
-        """Use the hyperparameters of the command line's checkpoint as defaults for the module."""
+        """Use the hyperparameters in the checkpoint passed as `ckpt_path` as defaults for the module."""
         path = None if self.subcommand is None else self.config[self.subcommand].get("ckpt_path")
         # "last" and "best" are names that the trainer resolves later
         if not path or not Path(path).exists():
             return
         saved = read_checkpoint(path).get("hyper_parameters") or {}
-        # it names the function that creates the module, and is not an argument of the module
+        # the name of the function that creates the module, which is not an argument of the module
         values = {name: value for name, value in saved.items() if name != "_instantiator"}
         if "_class_path" in values:
             values = {"class_path": values.pop("_class_path"), "dict_kwargs": values}
@@ -321,7 +321,7 @@ class LightningCLI:
         return {"_class_path": values["class_path"], **arguments}
 
     def _instantiators(self) -> list[tuple[Callable[..., Any], type, bool]]:
-        """Return the functions that create the module and data module with hyperparameters from the command line."""
+        """Return the functions that create the module and the data module from command-line values."""
         if not self.load_from_checkpoint_support:
             return []
         wanted = (
@@ -339,7 +339,7 @@ class LightningCLI:
 
     # --- the objects ------------------------------------------------------------------------------------------------
     def before_instantiate_classes(self) -> None:
-        """Called before objects are created. Subclasses may override it."""
+        """Called before the module, data module and trainer are created. Subclasses may override it."""
 
     def instantiate_classes(self) -> None:
         """Create the module, data module and trainer."""
@@ -349,10 +349,10 @@ class LightningCLI:
         self.trainer = self.instantiate_trainer()
 
     def after_instantiate_classes(self) -> None:
-        """Called after objects are created. Subclasses may override it."""
+        """Called after the module, data module and trainer are created. Subclasses may override it."""
 
     def instantiate_trainer(self, **kwargs: Any) -> Any:
-        """Return the trainer, with the callbacks from the command line and the callback that saves the config."""
+        """Create the trainer with the callbacks from the command line and the callback that saves the config."""
         config = {**self._get(self.config_init, "trainer", {}), **kwargs}
         parser, wanted = self._parsers[self.subcommand], config.get("callbacks") or []
         defaults = self.trainer_defaults.get("callbacks", [])
@@ -369,7 +369,7 @@ class LightningCLI:
 
     @staticmethod
     def configure_optimizers(lightning_module: Any, optimizer: Optimizer, lr_scheduler: Any = None) -> Any:
-        """Return the result of the module's configure_optimizers; subclasses may override it."""
+        """Return the result for the module's `configure_optimizers`. Subclasses may override this method."""
         if lr_scheduler is None:
             return optimizer
         if isinstance(lr_scheduler, ReduceLROnPlateau):
@@ -378,7 +378,10 @@ class LightningCLI:
         return [optimizer], [lr_scheduler]
 
     def _give_model_optimizers(self) -> None:
-        """Make the module return the command line's optimizer. Raises MisconfigurationException for several."""
+        """Replace the module's `configure_optimizers` with one that returns the command line's optimizer and scheduler.
+
+        Raises MisconfigurationException if there are several optimizers or schedulers.
+        """
         parser = self._parsers[self.subcommand]
         groups = [
             {key: kinds for key, (kinds, target) in keys.items() if target == "AUTOMATIC"}
@@ -416,7 +419,7 @@ class LightningCLI:
 
     # --- the run ----------------------------------------------------------------------------------------------------
     def _run_subcommand(self, subcommand: str) -> None:
-        """Call the method of this name on the trainer or this class, between the `before_` and `after_` methods."""
+        """Call the method of this name, on the CLI or the trainer, between its `before_` and `after_` methods."""
         getattr(self, f"before_{subcommand}", lambda: None)()
         function = getattr(self, subcommand, None) or getattr(self.trainer, subcommand)
         config = self.config_init[subcommand]
@@ -440,7 +443,7 @@ def accepts(function: Callable[..., Any], name: str) -> bool:
 
 
 def class_of(function: Callable[..., Any]) -> type:
-    """Return a class that takes a function's arguments and whose constructor returns the function's result."""
+    """Return a class whose constructor accepts a function's arguments and returns the function's result."""
     created_class: type = class_from_function(function)
     return created_class
 
@@ -448,7 +451,7 @@ def class_of(function: Callable[..., Any]) -> type:
 def _make(
     cli: LightningCLI, key: str, kind: type, *args: Any, applied_instantiation_links: Mapping[str, Any], **kwargs: Any
 ) -> Any:
-    """Create a module or data module whose `save_hyperparameters` saves the command-line values."""
+    """Create a module or data module whose `save_hyperparameters` method saves the command-line values."""
     values = cli.config_of(key)
     for target, value in applied_instantiation_links.items():
         first, *path = target.replace("init_args.", "").split(".")

@@ -1,4 +1,4 @@
-"""Connectors: a trainer's loaders, checkpoints and metrics under the private Lightning names that programs read."""
+"""Connectors, which provide loaders, checkpoints and metrics under private Lightning names that programs read."""
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,7 +14,7 @@ from .placeholders import internal_name_message
 
 
 class Connector:
-    """Base class of connectors, which have only the attributes that published programs use."""
+    """Base class of connectors. Connectors have only the attributes that published programs use."""
 
     def __init__(self, trainer: TrainerAttributes) -> None:
         self.trainer = trainer
@@ -32,7 +32,7 @@ class DataLoaderSource(Connector):
 
     @property
     def instance(self) -> Any:
-        """The loaders that the program passed; without any, the data module or the module."""
+        """The loaders that the program passed. If it passed none, the data module or the module."""
         loader = None if self.trainer.run is None else self.trainer.run.request_loaders.get(self.word)
         return self.owner if loader is None else loader
 
@@ -42,15 +42,15 @@ class DataLoaderSource(Connector):
         return self.trainer.datamodule or self.trainer.lightning_module
 
     def is_module(self) -> bool:
-        """Return whether a method creates the loaders, rather than the program passing them."""
+        """Return whether a method creates the loaders. Return False if the program passed them."""
         return self.trainer.run is None or self.trainer.run.request_loaders.get(self.word) is None
 
     def is_defined(self) -> bool:
-        """Return whether there are loaders, or a method that creates them."""
+        """Return whether loaders were passed or a method creates them."""
         return not self.is_module() or overrides(self.owner, DataHooks, self.name)
 
     def dataloader(self) -> Any:
-        """Return the run's loaders, the loaders that were passed, or the loaders that the method returns."""
+        """Return the run's loaders. Before they exist, return the loaders passed or those that the method creates."""
         run = self.trainer.run
         candidates = () if run is None else (run.data.loaders.get(self.word), run.request_loaders.get(self.word))
         # compared with None, because a stream loader has no length and no truth value
@@ -62,7 +62,7 @@ class CheckpointConnector(Connector):
     """Creates the contents of a checkpoint."""
 
     def dump_checkpoint(self, weights_only: bool | None = None) -> dict[str, Any]:
-        """Return the contents of a Lightning checkpoint of the current state on rank 0. Every rank must call this."""
+        """On rank 0, return the current state as the contents of a Lightning checkpoint. Every rank must call this."""
         with TemporaryDirectory() as folder:
             path = Path(folder, "contents.ckpt")
             self.trainer.saver.save(path, bool(weights_only), False)
@@ -81,7 +81,7 @@ class LoggerConnector(Connector):
 
     @property
     def metrics(self) -> dict[str, Any]:
-        """The metrics for callbacks, for loggers and for the progress bar."""
+        """The metrics for callbacks, loggers and the progress bar."""
         return {"callback": self.callback_metrics, "log": self.logged_metrics, "pbar": self.progress_bar_metrics}
 
     def reset_metrics(self) -> None:

@@ -1,4 +1,4 @@
-"""`legato convert`: writes a checkpoint as a file from which Lightning can resume."""
+"""`legato convert`: converts a checkpoint to a file from which Lightning can resume."""
 
 from argparse import Namespace
 from pathlib import Path
@@ -16,17 +16,18 @@ def run_convert(arguments: Namespace) -> None:
     source, target = Path(arguments.source), Path(arguments.target)
     if source.is_file():
         raise CheckpointError(
-            f"{source} is a file, not a checkpoint folder. `legato lightning SCRIPT` resumes from a Lightning "
-            "checkpoint, and load_from_checkpoint reads its weights."
+            f"{source} is a file, not a checkpoint folder. To resume from a Lightning checkpoint, use "
+            "`legato lightning SCRIPT`. To load only its weights, use load_from_checkpoint."
         )
     epoch, step = convert_checkpoint(source, target)
     print(f"epoch {epoch}, step {step}  {target}")
 
 
 def convert_checkpoint(source: Path, target: Path) -> tuple[int, int]:
-    """Convert a checkpoint, or the newest complete one in a folder, to Lightning's format. Return its epoch and step.
+    """Convert a checkpoint to Lightning's format, and return its epoch and step.
 
-    Raises CheckpointError if there is no checkpoint, if `target` exists, or if `target` has a wrong suffix.
+    If `source` is a folder of checkpoints, its newest complete checkpoint is converted. Raises CheckpointError if there
+    is no checkpoint, if `target` exists, or if the suffix of `target` is wrong.
     """
     storage.require_new(target)
     if target.suffix != SUFFIX:

@@ -1,4 +1,4 @@
-"""EvaluationPoints: writes the values that evaluation steps log with `on_step`, one point per batch as in Lightning."""
+"""EvaluationPoints: writes values that evaluation steps log with `on_step`, once per batch, as in Lightning."""
 
 from typing import Any
 
@@ -15,24 +15,24 @@ class EvaluationPoints:
     def __init__(self, trainer: Any, run: Any) -> None:
         self.trainer, self.run = trainer, run
         self.newest: dict[str, tuple[Any, bool, bool]] = {}
-        """For each name: the batch's value, whether the progress bar shows it, and whether loggers get it."""
+        """For each name: the batch's value, whether the progress bar shows it, and whether loggers receive it."""
         self.batches: dict[tuple[str, int], int] = {}
         """Number of completed batches for each loader and stage: the x-axis of the points."""
 
     def follow(self, word: str) -> None:
-        """Log one evaluation point after each batch of a stage."""
+        """Write the stored values after each batch of a stage."""
         hooks, name = self.run.hooks, f"on_{word}_batch_end"
         # evaluate calls this for each validation, but the run keeps its hooks
         if self.write not in hooks[name]:
             hooks[name] = (*hooks[name], self.write)
 
     def note(self, name: str, value: Any, shown: bool, logged: bool) -> None:
-        """Store a number or a one-element tensor that a step logs. Metric objects have a value only once per epoch."""
+        """Store a logged number or one-element tensor. Metric objects are ignored: they have one value per epoch."""
         if isinstance(value, (int, float, Tensor)):
             self.newest[name] = value.detach() if isinstance(value, Tensor) else value, shown, logged
 
     def write(self, output: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Publish a batch's values. Values from a sanity check reach only the progress bar."""
+        """Publish the values of a batch. Values from a sanity check are shown only in the progress bar."""
         newest, self.newest, doing = self.newest, {}, self.run.loop.doing
         values = dict(zip(newest, to_floats([value for value, *_ in newest.values()]), strict=True))
         self.trainer.progress_bar_metrics.update({name: values[name] for name in newest if newest[name][1]})

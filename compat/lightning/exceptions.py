@@ -6,15 +6,15 @@ from typing import Any
 from ...base.errors import CheckpointError, LegatoError
 
 MisconfigurationException = LegatoError
-"""The base of Legato's errors: `except MisconfigurationException` catches all of them."""
+"""The base class of Legato's errors, so `except MisconfigurationException` catches all of them."""
 
 
 class SIGTERMException(SystemExit):
-    """Ends a process that received a termination signal."""
+    """Raised to end a process that has received a termination signal."""
 
 
 class CheckpointMissingError(CheckpointError, FileNotFoundError):
-    """The path of a checkpoint does not exist."""
+    """Raised if the path of a checkpoint does not exist."""
 
 
 def require_checkpoint(path: Any) -> None:

@@ -1,4 +1,4 @@
-"""Helpers for the modules in Lightning's tree: their paths, names of internals, and placeholders."""
+"""Helpers for the modules in Lightning's tree: module paths, internal names and placeholders."""
 
 import operator
 import platform
@@ -30,7 +30,7 @@ HELPERS = {"alias_below", "inner_name", "placeholders"}
 def alias_below(package: str, paths: str) -> None:
     """Register a package in sys.modules under the paths of Lightning's modules in that package.
 
-    The package defines the names of all these modules without conflicts, so it can stand in for each of them. This
+    The package can replace each of these modules, because it defines the names of all of them without conflicts. This
     function also sets the package's `__all__` to its public names.
     """
     module = sys.modules[package]
@@ -43,9 +43,9 @@ def alias_below(package: str, paths: str) -> None:
 
 
 def inner_name(package: str) -> Callable[[str], Any]:
-    """Return a package's `__getattr__`. It provides version and package constants, common names, and placeholders.
+    """Return a package's `__getattr__`, which provides version constants, common names and placeholders.
 
-    Private names become placeholders, and so do all names below lightning.fabric, since Legato lacks those classes.
+    Private names become placeholders, as do all names below lightning.fabric, because Legato does not have its classes.
     """
     # programs import many classes of Fabric only for annotations
     any_name = package.startswith(f"{ROOT}.fabric")
@@ -68,7 +68,7 @@ def inner_name(package: str) -> Callable[[str], Any]:
             names = vars(import_module(f"{ROOT}.{home}"))
             if name in names.get("__all__", ()):
                 return names[name]
-        # Python and pickle request dunders, and a placeholder class cannot replace other constants
+        # Python and pickle look up dunder names, and a placeholder class cannot replace other constants
         if name.startswith("__") or name.isupper() or not (any_name or name.startswith("_")):
             raise AttributeError(f"module {package!r} has no public name {name!r}")
         return make_placeholder(package, name, WAY_OUT)
@@ -77,12 +77,12 @@ def inner_name(package: str) -> Callable[[str], Any]:
 
 
 def placeholders(package: str, names: str, way_out: str) -> list[Any]:
-    """Return placeholders for names of a package. Using a placeholder raises an error that ends with `way_out`."""
+    """Return placeholders for names in a package. Using a placeholder raises an error that ends with `way_out`."""
     return [make_placeholder(package, name, way_out) for name in names.split()]
 
 
 def _compare(package: str, relation: str, number: str) -> bool:
-    """Compare the version of a package, or of Python, with a version such as "2_1_0"."""
+    """Compare the installed version of a package or of Python with a version such as "2_1_0"."""
     try:
         installed = platform.python_version() if package == "PYTHON" else version(package.lower())
     except PackageNotFoundError:

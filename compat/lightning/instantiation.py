@@ -11,14 +11,14 @@ def require_jsonargparse() -> None:
         import jsonargparse  # noqa: F401
     except ModuleNotFoundError:
         raise ModuleNotFoundError(
-            "LightningCLI needs jsonargparse: pip install 'legato[lightning]'. Without it, use a config of Legato "
-            "(`_target_` for class_path): `legato fit CONFIG.yaml task.lr=0.1 trainer.max_epochs=2`.",
+            "LightningCLI requires jsonargparse: pip install 'legato[lightning]'. Or use a Legato config, with "
+            "`_target_` instead of class_path: `legato fit CONFIG.yaml task.lr=0.1 trainer.max_epochs=2`.",
             name="jsonargparse",
         ) from None
 
 
 def instantiate_module(class_type: type[ModuleType], config: dict[str, Any]) -> ModuleType:
-    """Create an instance of a class, or of the subclass in `config["_class_path"]`, from a config."""
+    """Create an object of a class, or of its subclass `config["_class_path"]`, from a config."""
     require_jsonargparse()
     from jsonargparse import ArgumentParser
 

@@ -1,6 +1,6 @@
-"""Starts a script's ranks. As in Lightning, this process is rank 0, and the script is rerun for every other rank.
+"""Starts the ranks of a script. As in Lightning, this process is rank 0, and every other rank reruns the script.
 
-Attributes that `fit` sets on the module, callbacks and trainer remain, as in a single-process run.
+Attributes that `fit` sets on the module, callbacks and trainer are available afterwards, as with a single process.
 """
 
 import atexit
@@ -21,30 +21,30 @@ SEED = "LEGATO_SCRIPT_SEED"
 RANK_0 = "LEGATO_SCRIPT_RANK_0"
 """Environment variable with rank 0's process id. Each rank removes it at startup to hide it from child processes."""
 SECONDS_TO_END = 30.0
-"""Seconds for which the other ranks may keep running after a rank has failed, to print their reports."""
+"""Time in seconds that the other ranks have to print their reports after a rank has failed."""
 IN_WORKERS = ("spawn", "fork", "notebook")
 """Substrings of the names of strategies and start methods that use Legato's workers instead of rerunning the script."""
 
 
 def starts_script(strategy: Any) -> bool:
-    """Return whether a strategy (a name or a Lightning object) reruns the script instead of starting workers."""
+    """Return whether a strategy, given as a name or object, reruns the script instead of starting workers."""
     name = strategy if isinstance(strategy, str) else getattr(strategy, "start_method", "")
     is_script = hasattr(sys.modules["__main__"], "__file__") or "-c" in sys.orig_argv
     return is_script and not hasattr(sys, "ps1") and not any(word in name for word in IN_WORKERS)
 
 
 def is_started() -> bool:
-    """Return whether the script's ranks are running. If so, this module has set a launcher's environment variables."""
+    """Return whether this module has started the ranks of the script and set their environment variables."""
     return get_variable(RANKS) is not None
 
 
 def shared_seed() -> int:
-    """Return a seed that all of the script's ranks share, for scripts that set no seed."""
+    """Return a seed that all ranks of the script share. It is used if the script sets no seed."""
     return int(get_variable(SEED) or 0)
 
 
 def start_ranks(count: int, seed: int) -> None:
-    """Start ranks 1 to `count` - 1 with this process's command, and make this process rank 0."""
+    """Make this process rank 0, and start ranks 1 to `count` - 1 with the same command."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = str(listener.getsockname()[1])
@@ -57,7 +57,7 @@ def start_ranks(count: int, seed: int) -> None:
         if rank:
             children.insert(0, subprocess.Popen(sys.orig_argv))
     unset_variable(RANK_0)
-    # the ranks may write files after fit, and would be interrupted if this script ended first
+    # the other ranks may write files after fit, and would be interrupted if this script ended first
     atexit.register(_wait_for, children)
     threading.Thread(target=_watch, args=(children,), daemon=True).start()
 
@@ -66,28 +66,28 @@ _failed = threading.Event()
 
 
 def note_failure() -> None:
-    """Record that a run in this process has failed. At exit, the process then waits only briefly for other ranks."""
+    """Record that a run in this process has failed, so that the process waits only briefly for other ranks at exit."""
     _failed.set()
 
 
 def _watch(children: "list[subprocess.Popen[bytes]]") -> None:
-    """If a rank has failed, end this process and the other ranks, unless the run prints its own report first."""
+    """If a rank fails, end this process and the other ranks, unless the run reports the failure first."""
     while any(child.poll() is None for child in children):
         failed = [rank for rank, child in enumerate(children, 1) if child.poll()]
         if failed:
-            # the run's report is more useful than this message, since it names the rank that failed first
+            # the run's report is more useful than this message, because it identifies the rank that failed first
             time.sleep(SECONDS_TO_END)
             code = children[failed[0] - 1].returncode
             print(f"legato: rank {failed[0]} of the script ended with exit code {code}.", file=sys.stderr, flush=True)
             _end(children)
-            # by a signal, because the main thread may wait in a collective, where no exception reaches it
+            # with a signal, because an exception does not reach a main thread that is waiting in a collective
             os.kill(os.getpid(), signal.SIGTERM)
             return
         time.sleep(0.2)
 
 
 def _wait_for(children: "list[subprocess.Popen[bytes]]") -> None:
-    """Wait for the other ranks at the end of the script. After a failed run, wait only for a limited time."""
+    """At the end of the script, wait for the other ranks. If a run has failed, wait only for a limited time."""
     ends = time.monotonic() + SECONDS_TO_END
     for child in children:
         try:
@@ -103,7 +103,7 @@ def _end(children: "list[subprocess.Popen[bytes]]") -> None:
 
 
 def _follow(rank_0: int) -> None:
-    """End this rank SECONDS_TO_END after rank 0 was killed, since rank 0 hosts the rendezvous store."""
+    """End this rank SECONDS_TO_END seconds after rank 0 is killed, because rank 0 hosts the rendezvous store."""
     while os.getppid() == rank_0:  # the parent of an orphaned process changes
         time.sleep(0.5)
     time.sleep(SECONDS_TO_END)

@@ -1,4 +1,4 @@
-"""Converts a run's progress: reads it from Lightning's checkpoint files, and writes it in Lightning's form."""
+"""Conversion of a run's progress from and to Lightning's checkpoint files."""
 
 import logging
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from ...trainer.state import State
 log = logging.getLogger("legato")
 
 LIGHTNING = "pytorch-lightning_version"
-"""Key that only Lightning's files have."""
+"""Key that exists only in Lightning's files."""
 FORMAT_VERSION = "2.6.6"
 """Version of Lightning whose format Legato writes."""
 SCALER = "MixedPrecision"
@@ -22,9 +22,9 @@ TRAINED, AVERAGING = "current_model_state", "averaging_state"
 
 # --- reading ----------------------------------------------------------------------------------------------------------
 def contents_of(trainer: Any, path: Path, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert a Lightning file to the contents of a Legato checkpoint. Log which parts are missing from the file.
+    """Convert a Lightning file to the contents of a Legato checkpoint. Log the parts that the file does not contain.
 
-    The contents keep Lightning's keys, which the program's hooks may read.
+    The contents retain Lightning's keys, because hooks of the program may read them.
     """
     contents = {**saved, "state_dict": saved.get(TRAINED, saved["state_dict"]), "callback_metrics": {}}
     contents["precision"] = saved.get(SCALER) or saved.get("native_amp_scaling_state") or {}
@@ -32,7 +32,7 @@ def contents_of(trainer: Any, path: Path, saved: Mapping[str, Any]) -> dict[str,
     if run.stage != "fit":
         return contents
     progress = progress_of(saved, run.task.automatic_optimization, trainer.accumulate_grad_batches)
-    # Lightning's files do not store the number of replicas: use the current setting, as for a new run
+    # Lightning's files do not contain the number of replicas, so the current setting is used, as for a new run
     replicas = trainer.replicas if trainer.replicas is not None else trainer.strategy.data_ranks.size
     contents["state"] = State(**{**progress, "replicas": replicas, "seed": trainer.seed}).to_dict()
     if trainer.is_global_zero:
@@ -49,18 +49,18 @@ def _log_progress(trainer: Any, path: Path, saved: Mapping[str, Any], progress: 
     if left:
         lines.append(f"Not restored: the state of {', '.join(left)}, because this run has no such callback.")
     if rounds:
-        lines.append("Not in the file: values logged so far in this epoch. The epoch's means cover only the rest.")
+        lines.append("Not in the file: values logged so far in this epoch. The epoch's means cover only later batches.")
     lines.append(f"A loader that shuffles now uses Legato's order, which depends on seed={trainer.seed} and the epoch.")
     log.info("%s", "\n".join(lines))
 
 
 def progress_of(saved: Mapping[str, Any], automatic: bool, accumulate: int) -> dict[str, Any]:
-    """Return the fields of `State` that a Lightning file determines.
+    """Return the fields of `State` that can be read from a Lightning file.
 
     If the checkpoint was saved at the end of an epoch, after the schedulers stepped, the run continues with the next
-    epoch. Batches of an unfinished accumulation window are trained again, since their gradients were not applied.
+    epoch. The batches of an unfinished step are trained again, because their gradients were not applied.
 
-    Raises CheckpointError if the file does not store the progress of its run.
+    Raises CheckpointError if the file does not contain the progress of its run.
     """
     try:
         fit = saved["loops"]["fit_loop"]
@@ -72,11 +72,11 @@ def progress_of(saved: Mapping[str, Any], automatic: bool, accumulate: int) -> d
         step = int(saved["global_step"])
     except (KeyError, TypeError) as error:
         raise CheckpointError(
-            f"The checkpoint of Lightning {saved.get(LIGHTNING)} does not store the progress of its run ({error}). If "
-            "it comes from an older version, upgrade it first: python -m "
-            "lightning.pytorch.utilities.upgrade_checkpoint FILE. To load only its weights, use load_from_checkpoint."
+            f"The checkpoint of Lightning {saved.get(LIGHTNING)} lacks the progress of its run ({error}). If it is "
+            "from an older version, upgrade it first: python -m lightning.pytorch.utilities.upgrade_checkpoint FILE. "
+            "To load only its weights, use load_from_checkpoint."
         ) from None
-    # no file stores the gradients of an unfinished window, so its batches are trained again
+    # files do not contain the gradients of an unfinished step, so its batches are trained again
     left = 0 if is_last else done % accumulate
     within = begun and not is_last
     return {
@@ -100,7 +100,7 @@ def _seconds_of(saved: Mapping[str, Any]) -> float:
 
 # --- writing ----------------------------------------------------------------------------------------------------------
 def setting(contents: Mapping[str, Any], name: str, default: Any = None) -> Any:
-    """Return a setting from the fingerprint in a checkpoint, or the default if the fingerprint lacks it."""
+    """Return a setting from the fingerprint in a checkpoint, or the default if the setting is missing."""
     return (contents.get("fingerprint") or {}).get(name, default)
 
 
@@ -111,7 +111,7 @@ def is_at_end(contents: Mapping[str, Any]) -> bool:
 
 
 def loops_of(contents: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the progress of a run in the form of Lightning's loops."""
+    """Return the progress of a run as the states of Lightning's loops."""
     state = contents["state"]
     ended = state["epoch_ended"] or is_at_end(contents)
     automatic = setting(contents, "training.automatic_optimization", default=True)
@@ -121,8 +121,8 @@ def loops_of(contents: Mapping[str, Any]) -> dict[str, Any]:
     done = state["epoch_rounds"] if within or ended else of_epoch
     steps = state["epoch_steps"] if within or ended else step // max(1, epoch)
     validated = state["validated_at"] == step or (not within and state["validated_at"] > 0)
-    # Lightning saves in on_train_batch_end, before it counts the batch as completed. After the batch's validation, all
-    # counts are complete.
+    # Lightning saves in on_train_batch_end, before the batch is counted as completed. After a validation that follows
+    # the batch, all counts are complete.
     behind = int(within and not validated)
     optimizer_steps = state["optimizer_steps"]
     optimizer, manual = ((step, steps), (0, 0)) if automatic else ((0, 0), (optimizer_steps, optimizer_steps))
@@ -162,7 +162,7 @@ def _counts(count: int, *more: str) -> dict[str, int]:
 
 
 def _batches(total: int, current: int, behind: int, is_last: bool) -> dict[str, Any]:
-    """Return the progress of batches in Lightning's form. `behind` batches are processed but not completed."""
+    """Return batch progress in Lightning's form, with `behind` batches that are processed but not completed."""
     progress = {}
     for name, count in (("total", total), ("current", current)):
         progress[name] = {**_counts(count, "started", "processed"), "completed": count - behind}

@@ -37,34 +37,37 @@ def folder_below(root: str | Path, logger: Any) -> str:
 
 
 class WithoutFiles:
-    """A logger that writes no files. Its name and version determine the folder of checkpoints."""
+    """A logger that writes no files. Its name and version determine the checkpoint folder."""
 
     def make_version(self) -> None:
         """Choose the version before the run begins."""
 
 
 def with_prefix(prefix: str, metrics: Mapping[str, Any], separator: str = "-") -> dict[str, Any]:
-    """Return metrics renamed to `prefix-name`; unchanged if the prefix is empty."""
+    """Return metrics with a prefix and a separator before each name. An empty prefix leaves the names unchanged."""
     return {f"{prefix}{separator}{name}": value for name, value in metrics.items()} if prefix else dict(metrics)
 
 
 def refuse_uploads(logger: str, log_model: object) -> None:
-    """Raise UnsupportedError if a logger is asked to upload checkpoints."""
+    """Raise UnsupportedError if a logger is configured to upload checkpoints."""
     if log_model:
         raise UnsupportedError(
-            f"{logger}(log_model={log_model!r}): upload checkpoints with logger.experiment in Callback.on_fit_end or "
-            "after_save_checkpoint; trainer.checkpoint_callback.best_model_path is the path of the best one."
+            f"{logger}(log_model={log_model!r}) is not supported. To upload checkpoint_callback.best_model_path, use "
+            "logger.experiment in Callback.on_fit_end or after_save_checkpoint."
         )
 
 
 class PlacesPoints:
-    """A logger that receives points from Lightning's Trainer."""
+    """A logger that selects the step at which it writes the values of a Lightning Trainer."""
 
     trainer_of_points: Any = None
-    """The running trainer; None if it is not Lightning's Trainer."""
+    """The running Lightning Trainer; None for other trainers."""
 
     def log_point(self, values: Mapping[str, float], step: int) -> None:
-        """Write a point at the logged "step", if any; otherwise, at the latest step (after `fit`, the step count)."""
+        """Write values at the logged "step" or, if there is none, at a step that the trainer determines.
+
+        In `fit`, this is the index of the latest step. In other stages, it is the number of steps.
+        """
         this: Any = self
         trainer, values = self.trainer_of_points, dict(values)
         # in Lightning, a logged "step" becomes the x-axis, and the epoch is omitted
@@ -79,7 +82,7 @@ class PlacesPoints:
 
 
 class FabricLogger(PlacesPoints, WithoutFiles, logger.Logger, ABC):
-    """Base class of loggers as in lightning.fabric. A class may derive from both this class and Logger."""
+    """Base class of loggers, as in lightning.fabric. A logger may inherit from both this class and Logger."""
 
     @property
     @abstractmethod
@@ -108,7 +111,7 @@ class FabricLogger(PlacesPoints, WithoutFiles, logger.Logger, ABC):
 
     @property
     def group_separator(self) -> str:
-        """Separator between a metric's group and name."""
+        """Separator between the group and the name of a metric."""
         return "/"
 
     @abstractmethod
@@ -120,7 +123,7 @@ class FabricLogger(PlacesPoints, WithoutFiles, logger.Logger, ABC):
         """Record hyperparameters."""
 
     def log_point(self, values: Mapping[str, float], step: int) -> None:
-        """Write a point, and save the logger."""
+        """Write the values of a logging point, and save the logger."""
         super().log_point(values, step)
         self.save()
 
@@ -187,7 +190,7 @@ class FolderOfLogger:
 
     Args:
         logger: The logger.
-        kind: The logger's class in this module. The `log_dir` of that class does not count as an override.
+        kind: The logger's class in this module. It is used to detect whether a subclass overrides `log_dir`.
     """
 
     def __init__(
@@ -201,8 +204,8 @@ class FolderOfLogger:
 
     @property
     def version(self) -> int | str:
-        """The version that was set or that a subclass chooses; by default, the next free version."""
-        # on first access, so that an unused logger takes no number
+        """The version that was set or that a subclass selects. The default is the next free version."""
+        # on first access, so that an unused logger does not occupy a version
         if self._version is None:
             self._version = self.logger._get_next_version()
         return self._version
@@ -222,18 +225,18 @@ class FolderOfLogger:
 
     @property
     def path(self) -> Path:
-        """The folder of this version as an absolute path, or a subclass's `log_dir`."""
+        """The absolute path of this version's folder, or of `log_dir` if a subclass overrides `log_dir`."""
         is_overridden = type(self.logger).log_dir is not self.kind.log_dir
         return Path(self._start, self.logger.log_dir if is_overridden else self.log_dir)
 
     def choose(self, resume: bool) -> None:
-        """Choose a version if none is set: on a resume, the newest; otherwise, the next free version."""
+        """If no version is set and a run is resumed, select the newest version."""
         if self._version is None and resume:
             self._version = max(self.versions(), default=0)
 
     def follow(self, directory: Path) -> None:
-        """Adopt the version of a folder that another process chose, if the folder belongs to this logger."""
-        # a concurrent run may have created another version since
+        """Use the version of the folder that another process selected, if the folder belongs to this logger."""
+        # a concurrent run may have created another version in the meantime
         if self._version is None and directory.parent == self._root:
             number = directory.name.removeprefix("version_")
             self._version = int(number) if number.isdigit() and number != directory.name else directory.name
@@ -248,7 +251,7 @@ class FolderOfLogger:
 
 
 class FolderParts(PlacesPoints, logger.Logger):
-    """Base class of loggers with a folder of their own. Programs read and set parts of the path with these names."""
+    """Base class of loggers with their own folder. Programs read and set the parts of its path under these names."""
 
     own_folder: FolderOfLogger | None = None
     """The folder of the logger; None: the run directory."""
@@ -287,7 +290,7 @@ class FolderParts(PlacesPoints, logger.Logger):
         return os.path.join(self.own_folder.log_dir, self.sub_dir or "").rstrip("/")
 
     def open(self, run_dir: Path, resume_step: int | None) -> None:
-        """Start writing to the logger's own folder if it has one, otherwise to `run_dir`."""
+        """Open the logger in its own folder if it has one, otherwise in `run_dir`."""
         if self.own_folder is not None:
             self.own_folder.choose(resume_step is not None)
             run_dir = self.own_folder.path
@@ -309,7 +312,7 @@ class FolderParts(PlacesPoints, logger.Logger):
 
 
 class TensorBoardLogger(FolderParts, tensorboard.TensorBoardLogger):
-    """Writes event files and `hparams.yaml` to `save_dir/name/version/sub_dir`. Opens the folder on first use."""
+    """Writes event files and `hparams.yaml` to `save_dir/name/version/sub_dir`. The folder is created on first use."""
 
     LOGGER_JOIN_CHAR, NAME_HPARAMS_FILE = "-", "hparams.yaml"
 
@@ -350,7 +353,7 @@ class TensorBoardLogger(FolderParts, tensorboard.TensorBoardLogger):
         return super().experiment
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Write scalars; a dict becomes several curves in one chart."""
+        """Write scalars. If a value is a dict, its items are shown as curves in one chart."""
         if rank_zero_only.rank != 0:
             return
         _ = self.experiment
@@ -361,7 +364,7 @@ class TensorBoardLogger(FolderParts, tensorboard.TensorBoardLogger):
         super().log_metrics(with_prefix(self.prefix, scalars), step or 0)
 
     def log_hyperparams(self, params: Any, metrics: Any = None, step: int | None = None) -> None:
-        """Record hyperparameters, and the metrics to show beside them: a dict or, for `hp_metric`, a single value."""
+        """Record hyperparameters and their metrics. If `metrics` is a single value, record it as `hp_metric`."""
         hparams = as_dict(params)
         self.hparams.update(hparams)
         values = metrics if metrics is None or isinstance(metrics, Mapping) else {"hp_metric": metrics}
@@ -372,7 +375,7 @@ class TensorBoardLogger(FolderParts, tensorboard.TensorBoardLogger):
         super().log_hyperparams(flat_params(sanitize_callables(hparams)), with_prefix(self.prefix, values or {}))
 
     def log_graph(self, model: Any, input_array: Any = None) -> None:
-        """Record the graph of a model by calling it in evaluation mode with its `example_input_array`."""
+        """Record a model's graph by calling the model in evaluation mode with its `example_input_array`."""
         example = getattr(model, "example_input_array", None) if input_array is None else input_array
         if self._writer is None or not self._log_graph:
             return
@@ -434,7 +437,7 @@ class ExperimentWriter:
         self._writer.log_hyperparams(params)
 
     def log_metrics(self, metrics_dict: Mapping[str, Any], step: int | None = None) -> None:
-        """Write a row. If `step` is None, the number of rows becomes the step."""
+        """Write a row. If `step` is None, use the number of rows written so far as the step."""
         # Lightning's CSVLogger calls this method
         csv_file.CSVLogger.log_metrics(self._writer, metrics_dict, self._rows if step is None else step)
         self._rows += 1
@@ -445,7 +448,7 @@ class ExperimentWriter:
 
 
 class CSVLogger(FolderParts, csv_file.CSVLogger):
-    """Writes `metrics.csv` and `hparams.yaml` to `save_dir/name/version`. Opens the folder on first use."""
+    """Writes `metrics.csv` and `hparams.yaml` to `save_dir/name/version`. The folder is created on first use."""
 
     LOGGER_JOIN_CHAR, group_separator = "-", "/"
 
@@ -473,10 +476,10 @@ class CSVLogger(FolderParts, csv_file.CSVLogger):
             backup = next(name for name in (path.with_name(f"metrics.{n}.csv") for n in count(1)) if not name.exists())
             path.rename(backup)
             self.columns = []
-            rank_zero_warn(f"{path.parent} contains the metrics of another run, which were renamed to {backup.name}.")
+            rank_zero_warn(f"{path.parent} contained metrics of another run. They were moved to {backup.name}.")
 
     def follow(self, run_dir: Path) -> None:
-        """Store rank 0's folder, so that a later run of the parent process appends to the same file."""
+        """Store the folder of rank 0. A later run in the parent process then appends to the same file."""
         super().follow(run_dir)
         self._has_written = True
 
@@ -509,7 +512,7 @@ class CSVLogger(FolderParts, csv_file.CSVLogger):
         super().save()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the open writer and its path: another process opens the folder itself."""
+        """Return the state without the open writer and its path, because another process opens the folder itself."""
         return {**self.__dict__, "_experiment": None, "_path": None}
 
 
@@ -539,7 +542,7 @@ class MLFlowLogger(PlacesPoints, WithoutFiles, mlflow.MLFlowLogger):
 
     @property
     def save_dir(self) -> str | None:
-        """The folder of a local store; None for a server."""
+        """The folder of a local store; None if the store is on a server."""
         if self._folder is not None:
             return str(self._folder)
         return self._uri.removeprefix(LOCAL_FILE_URI_PREFIX) if self._uri.startswith(LOCAL_FILE_URI_PREFIX) else None
@@ -556,16 +559,16 @@ class MLFlowLogger(PlacesPoints, WithoutFiles, mlflow.MLFlowLogger):
 
     @property
     def log_dir(self) -> str | None:
-        """None, since MLflow decides where a run's files are stored."""
+        """None, because MLflow determines where a run's files are stored."""
         return None
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Write the metrics of a step, on rank 0."""
+        """On rank 0, write the metrics of a step."""
         if rank_zero_only.rank == 0:
             super().log_metrics(with_prefix(self.prefix, metrics), step or 0)
 
     def log_hyperparams(self, params: Any, metrics: Any = None) -> None:
-        """Record hyperparameters, on rank 0."""
+        """On rank 0, record hyperparameters."""
         if rank_zero_only.rank == 0:
             super().log_hyperparams(as_dict(params))
 
@@ -629,17 +632,17 @@ class WandbLogger(PlacesPoints, WithoutFiles, wandb.WandbLogger):
 
     @property
     def version(self) -> str | None:
-        """The id of the run; None before the run exists, unless it was passed."""
+        """The id of the W&B run; None if the run does not exist yet and no id was passed."""
         identity: str | None = self._init["id"]
         return identity
 
     @property
     def log_dir(self) -> str | None:
-        """None, since W&B decides where a run's files are stored."""
+        """None, because W&B determines where a run's files are stored."""
         return None
 
     def make_version(self) -> None:
-        """Choose an id for the run if it has none. W&B starts the run later, perhaps in another process."""
+        """Choose an id for the W&B run if none is set. W&B starts the run later, possibly in another process."""
         import wandb
 
         if wandb.run is not None:
@@ -647,7 +650,7 @@ class WandbLogger(PlacesPoints, WithoutFiles, wandb.WandbLogger):
         self._init["id"] = self.version or get_variable("WANDB_RUN_ID") or secrets.token_hex(6)
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Write the metrics of a step, on rank 0."""
+        """On rank 0, write the metrics of a step."""
         if rank_zero_only.rank != 0:
             return
         if step is None:
@@ -656,12 +659,12 @@ class WandbLogger(PlacesPoints, WithoutFiles, wandb.WandbLogger):
             super().log_metrics(with_prefix(self.prefix, metrics), step)
 
     def log_hyperparams(self, params: Any, metrics: Any = None) -> None:
-        """Record hyperparameters, on rank 0."""
+        """On rank 0, record hyperparameters."""
         if rank_zero_only.rank == 0:
             super().log_hyperparams(sanitize_callables(as_dict(params)))
 
     def log_text(self, key: str, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
-        """Raise UnsupportedError for Lightning's arguments. Ignores the config that a run logs as text."""
+        """Ignore the config that a run logs as text. Raises UnsupportedError for Lightning's arguments."""
         if kwargs or not isinstance(args[0], str):
             raise UnsupportedError(f"WandbLogger.log_text: {LOG_OBJECTS}")
 
@@ -686,7 +689,7 @@ for kind in (TensorBoardLogger, CSVLogger, MLFlowLogger, WandbLogger):
 def scan_checkpoints(
     checkpoint_callback: Any, logged_model_time: Mapping[str, float]
 ) -> list[tuple[float, str, Any, str]]:
-    """Return the time, path, score and kind of a callback's checkpoints that are newer than the given time."""
+    """Return the time, path, score and kind of each checkpoint that has changed since it was logged."""
     scores = {
         checkpoint_callback.last_model_path: (checkpoint_callback.current_score, "latest"),
         checkpoint_callback.best_model_path: (checkpoint_callback.best_model_score, "best"),
@@ -697,9 +700,9 @@ def scan_checkpoints(
 
 
 def folder_of_run(trainer: Any) -> Path | None:
-    """Return the first logger's folder, or the next lightning_logs/version_N; None without loggers.
+    """Return the first logger's folder, or the next lightning_logs/version_N; None if there are no loggers.
 
-    On all other ranks, returns None too, since they receive the folder from rank 0.
+    Ranks other than 0 always return None, because they receive the folder from rank 0.
     """
     place = find_place(trainer.cluster)
     if trainer.fast_dev_run or not trainer.loggers or (place is not None and place.rank > 0):
@@ -718,7 +721,7 @@ def folder_of_run(trainer: Any) -> Path | None:
 
 @contextmanager
 def points_of(trainer: Any) -> Iterator[None]:
-    """Let the loggers choose the steps of a trainer's points within this context."""
+    """Within this context, let the loggers select the steps at which a trainer's values are written."""
     loggers = [logger for logger in trainer.loggers if isinstance(logger, PlacesPoints)]
     for placing in loggers:
         placing.trainer_of_points = trainer
@@ -740,7 +743,7 @@ def as_dict(params: Any) -> dict[str, Any]:
 
 
 def add_prefix(metrics: Mapping[str, Any], prefix: str, separator: str) -> Mapping[str, Any]:
-    """Return metrics with prefix and separator before their names; unchanged for an empty prefix."""
+    """Return metrics with a prefix and a separator before each name. An empty prefix leaves the names unchanged."""
     return with_prefix(prefix, metrics, separator)
 
 

@@ -1,4 +1,4 @@
-"""Loops: expose a trainer's progress under the names that programs read. These objects do not run anything."""
+"""Loop objects, which provide a trainer's progress under Lightning's names. They do not run anything."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -16,7 +16,7 @@ from .states import RunningStage, TrainerFn
 
 
 class Counts:
-    """Base class of counts that are read from a run. Raises UnsupportedError if a program sets a count."""
+    """Base class of counts that are read from a run. Setting a count raises UnsupportedError."""
 
     def __init__(self, **counts: Any) -> None:
         vars(self).update(counts)
@@ -24,13 +24,13 @@ class Counts:
     # an error, because a program that sets counts expects a run to continue from them
     def __setattr__(self, name: str, value: Any) -> None:
         raise UnsupportedError(
-            f"{type(self).__name__}.{name} = {value!r}: counts of a run cannot be set. To resume, call "
+            f"{type(self).__name__}.{name} = {value!r}: a run's counts cannot be set. To resume, call "
             "fit(ckpt_path=...). You can set only fit_loop.max_epochs and fit_loop.epoch_loop._batches_that_stepped."
         )
 
 
 class Tracker(Counts):
-    """Counts of items that were ready, started, processed and completed."""
+    """The numbers of items that were ready, started, processed and completed."""
 
     ready: int
     completed: int
@@ -39,7 +39,7 @@ class Tracker(Counts):
 
 
 class Progress(Counts):
-    """Counts for the entire run, and since the start of the epoch or call."""
+    """Counts for the entire run (`total`) and for the current epoch or call (`current`)."""
 
     total: Tracker
     current: Tracker
@@ -58,7 +58,7 @@ class OptimizerProgress(Counts):
 
     @property
     def optimizer(self) -> "OptimizerProgress":
-        """This object itself, since there is a single count for all optimizers."""
+        """This object itself, because there is a single count for all optimizers."""
         return self
 
     @property
@@ -135,11 +135,11 @@ class FitLoop(Loop):
         return DataLoaderSource(self.trainer, "train", "train_dataloader")
 
     def setup_data(self) -> None:
-        """Do nothing: a run creates its loaders when it begins."""
+        """Do nothing, because a run creates its loaders when it begins."""
 
 
 class TrainingEpochLoop(Loop):
-    """The batches in a training epoch."""
+    """The batches of a training epoch."""
 
     def __init__(self, trainer: TrainerAttributes) -> None:
         super().__init__(trainer)
@@ -152,7 +152,7 @@ class TrainingEpochLoop(Loop):
 
     @property
     def _batches_that_stepped(self) -> int:  # private in Lightning; many programs read and set it
-        """Number of batches after which optimizers stepped; the x-axis of logs. Updated after on_train_batch_end."""
+        """Number of batches after which optimizers stepped: the x-axis of logs. Updated after on_train_batch_end."""
         return self.trainer.state.global_step - self.trainer.step_is_ending + self.trainer.logged_ahead
 
     @_batches_that_stepped.setter
@@ -206,7 +206,7 @@ class Optimizing(Loop):
 
     @property
     def optim_progress(self) -> OptimizerProgress:
-        """Completed steps, in the attribute `optimizer_steps`."""
+        """The number of completed steps, as the attribute `optimizer_steps`."""
         return OptimizerProgress(step=self.optim_step_progress)
 
     @property
@@ -217,7 +217,7 @@ class Optimizing(Loop):
 
 
 class EvaluationLoop(Loop):
-    """The batches in a validation or test. Subclasses may override the way in which results are printed."""
+    """The batches of a validation or test. Subclasses may override how results are printed."""
 
     def __init__(
         self,
@@ -237,7 +237,7 @@ class EvaluationLoop(Loop):
         print_results(results, stage)
 
     def show_results_of(self, run: Callable[[], list[dict[str, float]]], verbose: bool) -> list[dict[str, float]]:
-        """Run an evaluation, and return the results. If `verbose` is set, print them too."""
+        """Run an evaluation and return its results. If `verbose` is True, also print them."""
         # Lightning returns the values passed to loggers, Legato returns every value
         results = only_logged(run(), self.trainer.logged_metrics)
         if verbose and self.trainer.is_global_zero:
@@ -291,7 +291,7 @@ class EvaluationLoop(Loop):
 
 
 class PredictionLoop(Loop):
-    """The batches in a prediction."""
+    """The batches of a prediction."""
 
     return_predictions = False
 
@@ -312,7 +312,7 @@ class PredictionLoop(Loop):
     @_predictions.setter
     def _predictions(self, value: list[list[Any]]) -> None:
         if any(value):
-            raise UnsupportedError("trainer.predict_loop._predictions can only be cleared; change it in predict_step.")
+            raise UnsupportedError("trainer.predict_loop._predictions can only be cleared. Override predict_step.")
         if self._loop_state is not None:
             self._loop_state.outputs.clear()
 
@@ -323,13 +323,16 @@ class PredictionLoop(Loop):
 
     @property
     def current_batch_indices(self) -> Sequence[int]:
-        """The dataset indices of the latest batch; empty for data without indices."""
+        """The dataset indices of the latest batch, or an empty list if the data has no indices."""
         item = None if self._loop_state is None else self._loop_state.item
         return [] if item is None or item.indices is None else item.indices
 
     @property
     def epoch_batch_indices(self) -> list[list[Any]]:
-        """If a callback writes predictions, the dataset indices of each batch so far, in one list per loader."""
+        """The dataset indices of each batch so far, as one list per loader.
+
+        The lists are empty unless a callback writes predictions.
+        """
         return [[] for _ in range(self.num_dataloaders)] if self._writer is None else self._writer.kept_for_epoch()[1]
 
     @property
@@ -349,7 +352,10 @@ class PredictionLoop(Loop):
 
     @property
     def predictions(self) -> list[Any]:
-        """The predictions of this process so far, or the final result. With several loaders, one list per loader."""
+        """The predictions of this process so far or, after the call, the final result.
+
+        If there are several loaders, there is one list per loader.
+        """
         if self._loop_state is None:
             return self.trainer.predictions
         lists = self._predictions

@@ -1,4 +1,4 @@
-"""The layers of a module with parameters, shapes and operations, as an object and as a table."""
+"""A summary of a module's layers, with parameters, shapes and operations, as an object and as a table."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -17,7 +17,7 @@ NOT_APPLICABLE = "n/a"
 
 
 class LayerSummary:
-    """A layer: its type, its parameters, and the shapes of its input and output after a call."""
+    """A layer: its type, its parameters and, after a call, the shapes of its input and output."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -33,7 +33,7 @@ class LayerSummary:
         self.detach_hook()
 
     def detach_hook(self) -> None:
-        """Remove the hook that records the shapes in a forward call."""
+        """Remove the hook that records the shapes during a forward call."""
         if self._hook is not None:
             self._hook.remove()
 
@@ -57,9 +57,9 @@ class LayerSummary:
 
 
 class ModelSummary:
-    """The layers of a module down to `max_depth` (-1: all, 0: none). `str()` returns a table.
+    """The layers of a module down to depth `max_depth` (-1: all layers, 0: none). `str()` returns a table.
 
-    A module with an `example_input_array` is called once with this input, to record shapes and operations.
+    If the module has an `example_input_array`, it is called once with this input to record shapes and operations.
     """
 
     def __init__(self, model: Any, max_depth: int = 1) -> None:
@@ -101,7 +101,7 @@ class ModelSummary:
 
     @property
     def named_modules(self) -> list[tuple[str, nn.Module]]:
-        """The modules in the summary with their names: none, the children, or all submodules."""
+        """The names and modules in the summary. `max_depth` selects none, the direct children or all submodules."""
         if self.max_depth == 0:
             return []
         return list(self.model.named_children()) if self.max_depth == 1 else list(self.model.named_modules())[1:]
@@ -138,7 +138,7 @@ class ModelSummary:
 
     @property
     def total_training_modes(self) -> dict[str, int]:
-        """The numbers of modules in training mode and in evaluation mode."""
+        """The number of modules in training mode and the number in evaluation mode."""
         modes = [module.training for module in self.model.modules()][1:]
         return {"train": modes.count(True), "eval": modes.count(False)}
 
@@ -154,7 +154,7 @@ class ModelSummary:
 
     @property
     def total_layer_params(self) -> int:
-        """The number of parameters in the layers shown."""
+        """The number of parameters in the layers of the table."""
         return sum(self.param_nums)
 
     @property
@@ -165,17 +165,17 @@ class ModelSummary:
 
     @property
     def total_flops(self) -> int:
-        """The number of floating-point operations in a call with the example input; 0 without an example."""
+        """The number of floating-point operations in a call with the example input; 0 if there is no example."""
         return int(self._counter.get_total_flops())
 
     @property
     def flop_counts(self) -> dict[str, dict[Any, int]]:
-        """The number of operations in each layer, by kind."""
+        """The number of floating-point operations in each layer, by kind of operation."""
         counts, root = self._counter.get_flop_counts(), type(self.model).__name__
         return {name: dict(counts.get(f"{root}.{name}", {})) for name in self.layer_names}
 
     def columns(self) -> dict[str, list[str]]:
-        """Return the columns of the table by header."""
+        """Return the columns of the table, keyed by header."""
         flops = [sum(counts.values()) for counts in self.flop_counts.values()]
         columns = {
             " ": [str(index) for index in range(len(self._layers))],
@@ -207,7 +207,7 @@ def _count(parameter: Tensor) -> int:
 
 
 def parse_batch_shape(batch: Any) -> str | list[Any]:
-    """Return the shape of a tensor, or of each tensor in a list or tuple; "?" for anything else."""
+    """Return the shape of a tensor or the shapes of a list or tuple of tensors. Other objects return "?"."""
     if hasattr(batch, "shape"):
         return list(batch.shape)
     return [parse_batch_shape(item) for item in batch] if isinstance(batch, (list, tuple)) else UNKNOWN_SIZE
@@ -219,7 +219,7 @@ def get_formatted_model_size(total_model_size: float) -> str:
 
 
 def get_human_readable_count(number: int) -> str:
-    """Format a count in thousands (K), millions (M), billions (B) or trillions (T), such as "1.2 K"."""
+    """Format a count with a unit, such as "1.2 K": thousand (K), million (M), billion (B) or trillion (T)."""
     if number < 0:
         raise AssertionError(f"Expected a count of at least 0, got {number}.")
     group = min(max(len(str(int(number))) - 1, 0) // 3, len(PARAMETER_NUM_UNITS) - 1)
@@ -236,7 +236,7 @@ def summarize(lightning_module: Any, max_depth: int = 1) -> ModelSummary:
 def shown_totals(
     total_parameters: int, trainable_parameters: int, model_size: float, modes: dict[str, int], total_flops: int
 ) -> dict[str, str]:
-    """Return the lines below the table, with their counts."""
+    """Return the labels and values of the lines below the table."""
     return {
         "Trainable params": get_human_readable_count(trainable_parameters),
         "Non-trainable params": get_human_readable_count(total_parameters - trainable_parameters),
@@ -249,7 +249,7 @@ def shown_totals(
 
 
 def format_summary(columns: Mapping[str, list[str]], totals: Mapping[str, str]) -> str:
-    """Format a table of columns by header, with totals below it."""
+    """Format a table from columns by header, with totals below the table."""
     widths = [max(map(len, (head, *column))) for head, column in columns.items()]
     rows = [list(columns), *zip(*columns.values(), strict=True)]
     lines = [" | ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows]

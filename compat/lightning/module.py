@@ -38,7 +38,7 @@ DataSelf = TypeVar("DataSelf", bound="LightningDataModule")
 
 
 class OfClass(classmethod):  # type: ignore[type-arg]
-    """A class method that raises an error if called on an instance, since such a call would not change the instance."""
+    """A class method that raises an error if it is called on an instance, which it would not change."""
 
     def __get__(self, instance: Any, kind: Any = None) -> Any:
         method = super().__get__(instance, kind)
@@ -59,7 +59,7 @@ _cli_hparams: ContextVar[tuple[type, dict[str, Any]] | None] = ContextVar("Light
 
 @contextmanager
 def hyperparameters_of(kind: type, values: dict[str, Any]) -> Iterator[None]:
-    """Within this context, let new objects of this class save these hyperparameters."""
+    """Within this context, make new objects of the class save the given hyperparameters."""
     token = _cli_hparams.set((kind, values))
     try:
         yield
@@ -85,7 +85,7 @@ class AttributeDict(hyperparameters.AttributeDict):
 
 
 def copied(value: Any) -> Any:
-    """Copy nested containers, but no other values, such as modules."""
+    """Return a copy of nested containers. Other values, such as modules, are not copied."""
     if is_omegaconf(value):
         return copy.deepcopy(value)
     if isinstance(value, dict):
@@ -137,7 +137,7 @@ class InitialHyperparameters:
         self.__dict__["_hparams_initial"] = copied(this.hparams)
 
     def logged_hyperparameters(self) -> dict[str, Any] | None:
-        """Return the hyperparameters in their saved form (possibly empty), or None to log none.
+        """Return the hyperparameters in their saved form, or None if hyperparameters are not logged.
 
         Raises RuntimeError if the module and the data module have saved different values under the same name.
         """
@@ -153,8 +153,8 @@ class InitialHyperparameters:
             if differing:
                 raise RuntimeError(
                     f"Error while merging hparams: the keys {differing} are present in both the LightningModule's and "
-                    "LightningDataModule's hparams but have different values. Save them in only one of the two "
-                    "(save_hyperparameters(ignore=...)), or do not log one of them (logger=False)."
+                    "LightningDataModule's hparams but have different values. Exclude them from one of these objects "
+                    "with save_hyperparameters(ignore=...) or save_hyperparameters(logger=False)."
                 )
         return values  # type: ignore[no-any-return]
 
@@ -167,7 +167,7 @@ class InitialHyperparameters:
 
     @property
     def hparams_initial(self) -> AttributeDict:
-        """A copy of the hyperparameters in their saved form; modules and other objects are not copied."""
+        """A copy of the hyperparameters as they were saved. Modules and other objects are not copied."""
         hparams: AttributeDict = copied(self.__dict__.get("_hparams_initial", AttributeDict()))
         return hparams
 
@@ -184,7 +184,7 @@ class LightningModule(InitialHyperparameters, Task):
     # --- the run ----------------------------------------------------------------------------------------------------
     @property
     def trainer(self) -> Any:
-        """The trainer of the run; None during an export of the module. Raises RuntimeError without a trainer."""
+        """The trainer of the run; None during an export. Raises RuntimeError if the module has no trainer."""
         return None if self.__dict__.get("_is_exported") else Task.trainer.fget(self)  # type: ignore[attr-defined]
 
     @trainer.setter
@@ -223,14 +223,14 @@ class LightningModule(InitialHyperparameters, Task):
 
     @property
     def device_mesh(self) -> Any:
-        """The device mesh; None if the strategy has none."""
+        """The device mesh; None if the strategy does not use a mesh."""
         trainer = self.__dict__.get("_trainer")
         return None if trainer is None else getattr(trainer.strategy, "mesh", None)
 
     _automatic_optimization = alias("automatic_optimization")  # private in Lightning; programs set it
 
     def _apply_batch_transfer_handler(self, batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
-        """Pass a batch through the three transfer hooks. Private in Lightning, but programs call it."""
+        """Apply the three transfer hooks to a batch. This method is private in Lightning, but programs call it."""
         batch = self.on_before_batch_transfer(batch, dataloader_idx)
         batch = self.transfer_batch_to_device(batch, device or self.device, dataloader_idx)
         return self.on_after_batch_transfer(batch, dataloader_idx)
@@ -243,7 +243,7 @@ class LightningModule(InitialHyperparameters, Task):
             (getattr(bar, "print", print) if shown else print)(*args, **kwargs)
 
     def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
-        """Gather `data` from all ranks into stacked tensors. With a single process, only convert numbers to tensors."""
+        """Gather `data` from all ranks as stacked tensors. If there is only one process, convert numbers to tensors."""
         if self.trainer.world_size == 1:
             return apply_to_collection(data, (int, float), torch.as_tensor, device=self.device)
         return super().all_gather(data, group, sync_grads)
@@ -266,10 +266,10 @@ class LightningModule(InitialHyperparameters, Task):
         metric_attribute: str | None = None,
         rank_zero_only: bool = False,
     ) -> None:
-        """Log a value. A value that an evaluation step logs with `on_step` is also written for each batch."""
+        """Log a value. If an evaluation step uses `on_step`, the value is also written for each batch."""
         trainer: Any = self.__dict__.get("_trainer")
         if trainer is None:
-            log.warning("self.log(%r) was ignored, because there is no trainer that stores values.", name)
+            log.warning("self.log(%r) was ignored, because the module has no trainer.", name)
         if trainer is None or getattr(trainer, "barebones", False):  # not an attribute of Legato's Trainer
             return
         metrics = None if trainer.run is None else trainer.run.metrics
@@ -295,14 +295,14 @@ class LightningModule(InitialHyperparameters, Task):
         )
 
     def count_samples(self, batch: Any) -> int:
-        """Return the number of samples in a batch: as in Lightning, the length of its first tensor."""
+        """Return the number of samples in a batch, which is the length of its first tensor, as in Lightning."""
         lengths: list[int] = []
         apply_to_collection(batch, torch.Tensor, lambda tensor: lengths.extend(tensor.shape[:1]))
         return lengths[0] if lengths else super().count_samples(batch)
 
     # --- optimization -----------------------------------------------------------------------------------------------
     def make_optimizers(self) -> tuple[list[Optimizer], list[SchedulerConfig]]:
-        """Return the optimizers and schedulers for a fit. Warn about any that Legato would reject in a task."""
+        """Return the optimizers and schedulers for a fit. Warn about those that Legato rejects in a task."""
         return make_optimizers(self)
 
     def clip_gradients(
@@ -311,7 +311,7 @@ class LightningModule(InitialHyperparameters, Task):
         gradient_clip_val: int | float | None = None,
         gradient_clip_algorithm: Any = None,
     ) -> None:
-        """Clip the gradients of `optimizer`'s parameters. The defaults are the Trainer's arguments.
+        """Clip the gradients of the parameters of `optimizer`. The defaults are the values set in the Trainer.
 
         Raises MisconfigurationException for values that differ from those set in the Trainer.
         """
@@ -328,7 +328,7 @@ class LightningModule(InitialHyperparameters, Task):
 
     @contextmanager
     def toggled_optimizer(self, optimizer: Any) -> Iterator[None]:
-        """In this context, enable gradients only for `optimizer`'s parameters."""
+        """Within this context, enable gradients only for the parameters of `optimizer`."""
         self.toggle_optimizer(optimizer)
         try:
             yield
@@ -336,7 +336,7 @@ class LightningModule(InitialHyperparameters, Task):
             self.untoggle_optimizer(optimizer)
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """If a class defines `configure_sharded_model`, treat it as `configure_model`, its newer name."""
+        """Use a subclass's `configure_sharded_model`, the older name of the hook, as its `configure_model`."""
         super().__init_subclass__(**options)
         if "configure_sharded_model" in vars(cls):
             if "configure_model" in vars(cls):
@@ -347,7 +347,7 @@ class LightningModule(InitialHyperparameters, Task):
         """Call configure_sharded_model."""
 
     def on_validation_model_zero_grad(self) -> None:
-        """Clear the gradients. Called before a validation during training."""
+        """Called before a validation during training to clear the gradients."""
         self.zero_grad()
 
     def freeze(self: Self) -> Self:  # type: ignore[override]
@@ -377,9 +377,9 @@ class LightningModule(InitialHyperparameters, Task):
     def to_torchscript(
         self, file_path: Any = None, method: str | None = "script", example_inputs: Any = None, **kwargs: Any
     ) -> Any:
-        """Return the module as scripted or traced by torch.jit. If `file_path` is set, also save the result there.
+        """Script or trace the module with torch.jit and return the result. If `file_path` is set, also save the result.
 
-        Raises ValueError for any other method, and for a trace without inputs.
+        Raises ValueError if `method` is not "script" or "trace", or if there are no inputs for a trace.
         """
         with self._evaluating():
             if method == "script":
@@ -404,17 +404,17 @@ class LightningModule(InitialHyperparameters, Task):
         **compile_kwargs: Any,
     ) -> Any:
         """Raise UnsupportedError."""
-        raise UnsupportedError("to_tensorrt is not supported. Call torch_tensorrt.compile(module.eval(), ...).")
+        raise UnsupportedError("to_tensorrt is not supported. Use torch_tensorrt.compile(module.eval(), ...).")
 
     def _input_sample(self, inputs: Any, method: str) -> Any:
         sample = self.example_input_array if inputs is None else inputs
         if sample is None:
-            raise ValueError(f"{method} needs an input sample. Pass one, or set example_input_array.")
+            raise ValueError(f"{method} requires an input sample. Pass a sample, or set example_input_array.")
         return self.transfer_batch_to_device(sample, self.device, 0)
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
-        """In this context, remove the trainer, whose attributes torch would traverse, and use evaluation mode."""
+        """Within this context, use evaluation mode and hide the trainer, whose attributes torch would traverse."""
         # torch.jit and the exporter follow every attribute, and the trainer leads to loggers and files
         modes, trainer = [(module, module.training) for module in self.modules()], self.__dict__.pop("_trainer", None)
         self.eval()
@@ -440,7 +440,7 @@ class LightningModule(InitialHyperparameters, Task):
         weights_only: bool | None = None,
         **kwargs: Any,
     ) -> Self:
-        """Build the module from a checkpoint. Reads it with weights_only=True unless the program passes False."""
+        """Build the module from a checkpoint, which is read with weights_only=True unless the program passes False."""
         if not hasattr(checkpoint_path, "read"):
             require_checkpoint(checkpoint_path)
         saved = read(checkpoint_path, "cpu" if map_location is None else map_location, weights_only)
@@ -450,9 +450,9 @@ class LightningModule(InitialHyperparameters, Task):
 
 
 def builder(kind: Any, values: Mapping[str, Any]) -> Any:
-    """Return the callable that creates an object: the class, or a function for hyperparameters from a LightningCLI.
+    """Return the callable that creates an object: its class, or a function if a LightningCLI saved the hyperparameters.
 
-    Raises ValueError if a class has not been imported, since a checkpoint must not cause imports.
+    Raises ValueError if the class has not been imported, because a checkpoint must not cause imports.
     """
     if values.get("_instantiator") != INSTANTIATOR:
         return kind
@@ -460,8 +460,8 @@ def builder(kind: Any, values: Mapping[str, Any]) -> Any:
     named = getattr(sys.modules.get(module), name, None) if "_class_path" in values else kind
     if not (isinstance(named, type) and issubclass(named, kind)):
         raise ValueError(
-            f"The checkpoint names the class {values['_class_path']!r}, which is not an imported subclass of "
-            f"{kind.__name__}. Import the module that defines it before loading."
+            f"The checkpoint requires the class {values['_class_path']!r}, which is not an imported subclass of "
+            f"{kind.__name__}. Import the module that defines this class before you load the checkpoint."
         )
 
     def build(_instantiator: str, **arguments: Any) -> Any:
@@ -472,7 +472,7 @@ def builder(kind: Any, values: Mapping[str, Any]) -> Any:
 
 
 def with_config(kind: type, saved: Mapping[str, Any], updates: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments that include the OmegaConf config of all hyperparameters, updated with `updates`."""
+    """Return constructor arguments: `updates` and, if the module has one, its OmegaConf config of hyperparameters."""
     config: Any = saved.get("hyper_parameters")
     parameters = inspect.signature(kind).parameters
     name = str(saved.get("hparams_name"))
@@ -512,7 +512,7 @@ class LightningDataModule(InitialHyperparameters, DataModule):
         num_workers: int = 0,
         **datamodule_kwargs: Any,
     ) -> DataSelf:
-        """Create a data module with one loader per dataset. An argument may be a list or dict of datasets."""
+        """Create a data module with one loader per dataset. Each dataset argument may be a list or dict of datasets."""
         wanted = {"batch_size": batch_size, "num_workers": num_workers}
         parameters = inspect.signature(cls.__init__).parameters
         takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
@@ -548,7 +548,7 @@ class LightningDataModule(InitialHyperparameters, DataModule):
 
 
 def _sizes(make_loaders: Any) -> str:
-    """Return the sizes of the datasets behind a loader method; "None" if there are no loaders yet."""
+    """Return the dataset sizes of the loaders that a method creates, or "None" if there are no loaders yet."""
 
     def size(loader: Any) -> str:
         return f"size={len(loader.dataset) if isinstance(loader.dataset, Sized) else 'NA'}"
@@ -563,7 +563,7 @@ def _sizes(make_loaders: Any) -> str:
 
 
 class _Loaders:
-    """A loader method for the datasets passed. It is a class so that the data module can be pickled."""
+    """Creates the loaders for datasets. This is a class so that the data module can be pickled."""
 
     def __init__(self, data: Any, shuffle: bool, options: dict[str, Any]) -> None:
         self.data, self.shuffle, self.options = data, shuffle, options

@@ -20,10 +20,10 @@ def do_nothing_closure() -> None:
 
 
 class LightningOptimizer(ManualOptimizer):
-    """An optimizer in a run. The class is named LightningNAME and derives from the torch class NAME.
+    """An optimizer in a run. Its class is named LightningNAME and is derived from torch's NAME class.
 
-    Programs replace `_on_before_step` and `_on_after_step`. If `_on_after_step` is replaced, steps are not counted. A
-    program with two optimizers uses this to count the steps of only one.
+    Programs can replace `_on_before_step` and `_on_after_step`. Steps are not counted if `_on_after_step` is replaced,
+    so a program with two optimizers can count the steps of only one optimizer.
     """
 
     _on_before_step: Callable[[], Any] = staticmethod(do_nothing_closure)  # both are private in Lightning
@@ -59,18 +59,18 @@ class LightningOptimizer(ManualOptimizer):
 
 @dataclass
 class LRSchedulerConfig(SchedulerConfig):
-    """A learning rate scheduler and its interval. "step" counts the batches of an epoch, as in Lightning."""
+    """A learning rate scheduler. As in Lightning, the interval "step" counts the batches of an epoch."""
 
     module: Any = field(default=None, repr=False, compare=False)
     """The module whose trainer counts epochs and batches."""
 
     def is_due(self, interval: str, count: int) -> bool:
-        """Return whether the scheduler steps after `count` epochs, or after the batches of the latest step."""
+        """Return whether the scheduler steps after `count` epochs or, if its interval is "step", after this batch."""
         return super().is_due(interval, self.module.trainer.state.epoch_rounds if interval == "step" else count)
 
 
 def make_optimizers(module: Any) -> tuple[list[Optimizer], list[SchedulerConfig]]:
-    """Return a module's optimizers and schedulers. Warn about any that Legato would reject in a task."""
+    """Return a module's optimizers and schedulers. Warn about those that Legato rejects in a task."""
     returned = module.configure_optimizers()
     if returned is None:
         rank_zero_warn(f"{type(module).__name__}.configure_optimizers returned None: fit will run with no optimizer.")
@@ -81,7 +81,7 @@ def make_optimizers(module: Any) -> tuple[list[Optimizer], list[SchedulerConfig]
 
 
 def without_unknown_keys(returned: Any) -> Any:
-    """Return optimizers and schedulers in their original form. Warn about unknown dict keys and remove them."""
+    """Return optimizers and schedulers without unknown dict keys. Warn about the keys that are removed."""
     if type(returned) in (list, tuple):
         return type(returned)(map(without_unknown_keys, returned))
     if not isinstance(returned, dict) or not returned.keys() & {"optimizer", "scheduler"}:
@@ -96,7 +96,7 @@ def without_unknown_keys(returned: Any) -> Any:
 
 
 class SampleWeights:
-    """Weights batches by their number of samples. In Lightning, "weight" in training_step's output has no meaning."""
+    """Weights batches by their number of samples. As in Lightning, a "weight" in training_step's output is ignored."""
 
     used = False
     """Whether batches have weights that differ from their number of samples."""
@@ -105,7 +105,7 @@ class SampleWeights:
         self.strategy = trainer.strategy
 
     def begin_step(self) -> None:
-        """Do nothing, since the number of samples in a step is known."""
+        """Do nothing, because the number of samples in a step is known."""
 
     forget = begin_step
 

@@ -1,4 +1,4 @@
-"""Checks whether a program overrides a method of Lightning's classes."""
+"""Checks whether a program overrides methods of Lightning's classes."""
 
 import inspect
 
@@ -9,7 +9,7 @@ from .module import LightningDataModule, LightningModule
 
 
 def is_overridden(method_name: str, instance: object | None = None, parent: type[object] | None = None) -> bool:
-    """Return whether an object's class overrides a method of `parent`. By default, `parent` is its Lightning class.
+    """Return whether an object overrides a method of `parent`. By default, `parent` is its Lightning base class.
 
     Raises ValueError if `parent` is None and the object is not an instance of a Lightning class.
     """

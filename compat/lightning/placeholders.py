@@ -1,4 +1,4 @@
-"""Placeholders: names to import, subclass or use as types. Any other use raises an error with advice."""
+"""Placeholders: names that programs can import, subclass or use as types. Any other use raises an error."""
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -7,11 +7,11 @@ from ...base.errors import LegatoError
 
 
 class UnsupportedError(LegatoError, NotImplementedError):
-    """A feature of Lightning that Legato does not have. The message names an alternative."""
+    """Raised for a feature of Lightning that Legato does not have. The message suggests an alternative."""
 
 
 class UnsupportedAttributeError(UnsupportedError, AttributeError):
-    """An attribute of a feature that Legato does not have; `hasattr` returns False."""
+    """Raised for an attribute of a feature that Legato does not have, so that `hasattr` returns False."""
 
 
 class Placeholder(type):
@@ -20,7 +20,7 @@ class Placeholder(type):
     way_out: str
 
     def __call__(cls, *arguments: Any, **options: Any) -> Any:
-        """Raise UnsupportedError, even for a subclass."""
+        """Raise UnsupportedError if a program creates an object of a placeholder or of its subclass."""
         raise UnsupportedError(f"{cls.__name__}: {cls.way_out}")
 
     def __getattr__(cls, name: str) -> Any:
@@ -35,7 +35,7 @@ def make_placeholder(module: str, name: str, way_out: str) -> Placeholder:
 
 
 def internal_name_message(owner: object, name: str) -> str:
-    """Return the message of an AttributeError for a name that is internal to Lightning."""
+    """Return the message for an AttributeError about a name that is internal to Lightning."""
     return (
         f"{type(owner).__name__!r} object has no attribute {name!r}, which is internal to Lightning and has no "
         "equivalent in Legato. Use the public attributes and hooks (docs/from-lightning.md), or run a package that "
@@ -44,7 +44,7 @@ def internal_name_message(owner: object, name: str) -> str:
 
 
 def overridden(owner: object, names: Iterable[str]) -> list[str]:
-    """Return the methods with these names that a class of the program overrides."""
+    """Return the names of the given methods that a class of the program overrides."""
     room = __name__.partition(".")[0]
     defined = {name for kind in type(owner).__mro__ if kind.__module__.partition(".")[0] != room for name in vars(kind)}
     return sorted(defined.intersection(names))
@@ -58,7 +58,7 @@ def refuse_overrides(instance: object, names: Iterable[str], way_out: str) -> No
 
 
 class OwnParts:
-    """An object without Lightning's private attributes. Reading such an attribute raises an error with advice."""
+    """An object without Lightning's private attributes. Reading one raises an AttributeError with advice."""
 
     if not TYPE_CHECKING:  # otherwise a type checker would accept every name
 

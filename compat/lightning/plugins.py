@@ -1,4 +1,4 @@
-"""Plugins: objects for precision, process environment and synchronized batch norm that programs pass to a Trainer."""
+"""Plugins that programs pass to a Trainer: precision, process environment and synchronized batch norm."""
 
 import signal
 import socket
@@ -25,7 +25,7 @@ def word_of(precision: str | int) -> str:
 
 
 class Precision:
-    """A run's precision, selected by name. Legato provides the implementation."""
+    """The precision of a run, selected by name. Legato implements the precision itself."""
 
     precision: str = "32-true"
 
@@ -34,7 +34,7 @@ class Precision:
 
     def forward_context(self, device: str | torch.device = "cpu") -> AbstractContextManager[Any]:
         """Return the context in which a forward pass runs on a device."""
-        # a strategy creates the precision of its run; here, a run on this process alone is enough
+        # a strategy creates the precision of its run; a strategy for a single process is sufficient here
         strategy = SingleStrategy()
         strategy.join(Place(), [torch.device(device)], self.precision)
         return strategy.precision.forward_context()
@@ -57,7 +57,7 @@ class Precision:
 
 
 class MixedPrecision(Precision):
-    """Autocast, with gradient scaling for float16."""
+    """Autocast. For float16, gradients are scaled."""
 
     def __init__(self, precision: str, device: str, scaler: Any = None) -> None:
         super().__init__()
@@ -65,8 +65,8 @@ class MixedPrecision(Precision):
             raise ConfigError(f"MixedPrecision(precision={precision!r}): expected '16-mixed' or 'bf16-mixed'.")
         if scaler is not None:
             raise UnsupportedError(
-                "MixedPrecision(scaler=...) is not supported: the run creates its GradScaler. To change it, use "
-                "trainer.precision_plugin.scaler in a callback."
+                "MixedPrecision(scaler=...) is not supported: the run creates its GradScaler. To change its "
+                "settings, use trainer.precision_plugin.scaler in a callback."
             )
         self.precision, self.device = precision, device
 
@@ -88,12 +88,12 @@ class HalfPrecision(Precision):
 
 
 class FSDPPrecision(Precision):
-    """A precision for the `fsdp` strategy, by name."""
+    """A precision for the `fsdp` strategy, selected by name."""
 
     def __init__(self, precision: str, scaler: Any = None) -> None:
         super().__init__()
         if scaler is not None:
-            raise UnsupportedError("FSDPPrecision(scaler=...): the run creates its scaler. Remove the argument.")
+            raise UnsupportedError("FSDPPrecision(scaler=...) is not supported: the run creates its scaler.")
         self.precision = word_of(precision)
 
 
@@ -111,7 +111,7 @@ OWN_PRECISION = (
 
 # --- environments -----------------------------------------------------------------------------------------------------
 class ClusterEnvironment:
-    """This process's rank and node in a launcher's environment. Legato reads the launcher's variables itself."""
+    """This process's rank and node in a launcher's environment, read from the launcher's variables."""
 
     cluster = "auto"
     """The value of Trainer's `cluster`."""
@@ -140,7 +140,7 @@ class ClusterEnvironment:
         return self.place.rank
 
     def local_rank(self) -> int:
-        """Return this process's rank on its machine."""
+        """Return this process's local rank."""
         return self.place.local_rank
 
     def node_rank(self) -> int:
@@ -152,7 +152,7 @@ class ClusterEnvironment:
 
 
 class LightningEnvironment(ClusterEnvironment):
-    """Processes that the trainer starts, or that environment variables describe."""
+    """Processes that the trainer starts or that environment variables define."""
 
 
 class SLURMEnvironment(ClusterEnvironment):
@@ -161,8 +161,8 @@ class SLURMEnvironment(ClusterEnvironment):
     def __init__(self, auto_requeue: bool = True, requeue_signal: Any = None) -> None:
         if requeue_signal not in (None, signal.SIGTERM, signal.SIGUSR1):
             raise UnsupportedError(
-                "SLURMEnvironment(requeue_signal=...) is not supported: SIGTERM and SIGUSR1 requeue a job. Request "
-                "one of them: sbatch --signal=SIGUSR1@90."
+                "SLURMEnvironment(requeue_signal=...) is not supported: only SIGTERM and SIGUSR1 requeue a job. "
+                "Request one of these signals: sbatch --signal=SIGUSR1@90."
             )
         self.auto_requeue, self.requeue_signal = auto_requeue, requeue_signal
 
@@ -185,7 +185,7 @@ def find_free_network_port() -> int:
 
 # --- batch norm -------------------------------------------------------------------------------------------------------
 class LayerSync:
-    """Base class of plugins that synchronize layers across processes. A Trainer accepts TorchSyncBatchNorm."""
+    """Base class of plugins that synchronize layers across processes. A Trainer accepts only TorchSyncBatchNorm."""
 
     def apply(self, model: nn.Module) -> nn.Module:
         """Return the model with synchronized layers."""
@@ -205,12 +205,12 @@ class TorchSyncBatchNorm(LayerSync):
         return synchronized
 
     def revert(self, model: nn.Module) -> nn.Module:
-        """Return the model unchanged, since a run itself restores the layers that it replaces."""
+        """Return the model unchanged, because a run restores the layers that it replaced."""
         return model
 
 
 def read_plugins(plugins: Any) -> dict[str, Any]:
-    """Return the Legato Trainer arguments that replace plugins. Raises an error for plugins without an equivalent."""
+    """Return the Legato Trainer arguments that replace plugins. Raises UnsupportedError if a plugin has none."""
     arguments: dict[str, Any] = {}
     requested = list(plugins) if isinstance(plugins, (list, tuple)) else [plugins] if plugins is not None else []
     for plugin in requested:
@@ -218,11 +218,11 @@ def read_plugins(plugins: Any) -> dict[str, Any]:
             refuse_overrides(plugin, CALLED_BY_LIGHTNING, OWN_PRECISION)
             arguments["precision"] = plugin.precision
         elif isinstance(plugin, ClusterEnvironment):
-            # a subclass's methods return the place of the process, but no run of Legato calls them
+            # a subclass's methods return the ranks of the process, but a run in Legato does not call these methods
             if type(plugin).__module__ != __name__:
                 raise UnsupportedError(
-                    f"plugins=[{type(plugin).__name__}()] is not supported. Set RANK, WORLD_SIZE, LOCAL_RANK, "
-                    "MASTER_ADDR and MASTER_PORT, or SLURM's or MPI's variables; Legato reads a process's place there."
+                    f"plugins=[{type(plugin).__name__}()] is not supported. Set the variables of SLURM or MPI, or "
+                    "RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. Legato reads ranks from them."
                 )
             arguments["requeue"] = bool(getattr(plugin, "auto_requeue", False)) and plugin.place.world_size > 1
         elif isinstance(plugin, TorchSyncBatchNorm):

@@ -1,7 +1,7 @@
 """Profilers with Lightning's names, which measure a run by action or by torch operator.
 
-`Profiling`, a callback that `Trainer(profiler=)` adds, wraps the functions that the loop calls for the duration of a
-run. A run without a profiler is not affected.
+`Trainer(profiler=)` adds the callback `Profiling`. During a run, this callback wraps the functions that the loop calls.
+A run without a profiler is not affected.
 """
 
 import logging
@@ -32,14 +32,14 @@ STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
 class Profiler(ABC):
-    """Base class of profilers: `start` and `stop` surround each action, and `summary` returns the report.
+    """Base class of profilers. `start` and `stop` are called around each action, and `summary` returns the report.
 
     Args:
         dirpath: Folder for files. None: the run directory.
-        filename: Prefix of file names. None: log the report instead.
+        filename: Prefix of file names. None: log the report instead of writing a file.
     """
 
-    # class attributes, for profilers of programs that do not call this constructor
+    # class attributes, for a program's profilers that do not call this constructor
     dirpath: str | Path | None = None
     filename: str | None = None
     stage: str | None = None
@@ -64,7 +64,7 @@ class Profiler(ABC):
 
     @contextmanager
     def profile(self, action_name: str) -> Iterator[str]:
-        """Record an action in this context."""
+        """Record an action within this context."""
         try:
             self.start(action_name)
             yield action_name
@@ -94,7 +94,7 @@ class Profiler(ABC):
         return self.rank or 0
 
     def file_name(self, action_name: str | None = None, extension: str = ".txt") -> str:
-        """Return a file name from the stage, `filename`, the local rank and the action, if set."""
+        """Return a file name made of the stage, `filename`, the local rank and the action, if they are set."""
         parts = (self.stage, self.filename, None if self.rank is None else str(self.rank), action_name)
         name = re.sub(r'[\\/:*?"<>|\n\r\t_]+', "_", "-".join(word for word in parts if word)).strip()
         return (name or "profile") + extension
@@ -115,10 +115,11 @@ class PassThroughProfiler(Profiler):
 
 
 class SimpleProfiler(Profiler):
-    """Measures the duration of each action in seconds: mean, calls, total, and share of the profiler's lifetime.
+    """Measures the duration of each action.
 
-    `extended=False` leaves out calls and share. Raises ValueError if an action is started twice, or stopped
-    without a start.
+    The report lists the mean and total in seconds, the number of calls, and the percentage of the profiler's lifetime.
+    `extended=False` omits the number of calls and the percentage. Raises ValueError if an action is started while it is
+    running, or stopped while it is not running.
     """
 
     def __init__(self, dirpath: str | Path | None = None, filename: str | None = None, extended: bool = True) -> None:
@@ -160,18 +161,19 @@ class SimpleProfiler(Profiler):
 
 
 class PyTorchProfiler(Profiler):
-    """Records torch operators, and writes traces `*.pt.trace.json` for TensorBoard and Perfetto.
+    """Records torch operators and writes `*.pt.trace.json` traces for TensorBoard and Perfetto.
 
     Args:
         group_by_input_shapes: Show a row for each combination of input shapes. Requires `record_shapes=True`.
-        emit_nvtx: Mark operators for Nsight instead. Requires that the program runs under `nsys profile`.
+        emit_nvtx: Mark operators for Nsight instead of recording. The program must run under `nsys profile`.
         export_to_chrome: Write the trace.
         row_limit: Maximum number of rows in the table. -1: all.
         sort_by_key: Column to sort by. None: the total time on the GPU or, without a GPU, on the CPU.
         record_module_names: Show the name of each module in the trace.
         table_kwargs: Further arguments for the table.
-        profiler_kwargs: Arguments for `torch.profiler.profile`. Without `schedule`, steps 3 to 5 of each stage are
-            recorded, after one step of waiting and one of warmup. In a stage with fewer than 5 steps, all are recorded.
+        profiler_kwargs: Arguments for `torch.profiler.profile`. By default, steps 3 to 5 of each stage are recorded,
+            after one wait step and one warmup step. If a stage has fewer than 5 steps, every step is recorded. To
+            select other steps, pass `schedule`.
 
     Raises ConfigError for an unknown `sort_by_key` or a `schedule` that is not callable, and KeyError for unknown
     `table_kwargs`.
@@ -220,7 +222,7 @@ class PyTorchProfiler(Profiler):
         self._marks: RegisterRecordFunction | None = None
 
     def start(self, action_name: str) -> None:
-        """Start recording with the first action, and mark the action."""
+        """Mark the start of an action. The first action also starts the recording."""
         if self.profiler is None:
             self.profiler = self._make()
             self.profiler.__enter__()
@@ -233,7 +235,7 @@ class PyTorchProfiler(Profiler):
             self._actions[action_name].__enter__()
 
     def stop(self, action_name: str) -> None:
-        """End the mark; after a step, advance the schedule."""
+        """Mark the end of an action. After a step, also advance the schedule."""
         mark = self._actions.pop(action_name, None)
         if mark is not None:
             mark.__exit__(None, None, None)
@@ -274,12 +276,12 @@ class PyTorchProfiler(Profiler):
         self._end()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out values that cannot be pickled."""
+        """Return the state without values that cannot be pickled."""
         return {**self.__dict__, "module": None, "profiler": None, "_actions": {}, "_marks": None}
 
 
 class RegisterRecordFunction:
-    """Context in which a torch trace marks each call to a submodule with the submodule's name."""
+    """A context that labels each call to a submodule in a torch trace with the submodule's name."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
@@ -313,7 +315,7 @@ PROFILERS: dict[str, type[Profiler]] = {"simple": SimpleProfiler, "pytorch": PyT
 
 
 def make_profiler(wanted: str | Profiler | None) -> Profiler:
-    """Return the profiler with this name. A Profiler is returned unchanged; None returns a PassThroughProfiler.
+    """Return a profiler by name. A Profiler object is returned unchanged; for None, return a PassThroughProfiler.
 
     Raises ConfigError for an unknown name.
     """
@@ -325,9 +327,9 @@ def make_profiler(wanted: str | Profiler | None) -> Profiler:
 
 
 class Profiling(Callback):
-    """Measures runs with a profiler: loading, steps, backward passes, optimizers, and all hooks.
+    """Measures data loading, steps, backward passes, optimizer steps and all hooks with a profiler.
 
-    Writes a report at the end of each stage.
+    At the end of each stage, the profiler writes a report.
     """
 
     def __init__(self, profiler: Profiler) -> None:
@@ -344,7 +346,7 @@ class Profiling(Callback):
         self._begin(trainer, task, trainer.num_training_batches)
 
     def on_validation_start(self, trainer: "Trainer", task: "Task") -> None:
-        """Start measuring, unless the validation is part of a fit, which includes it."""
+        """Start measuring, unless the validation is part of a fit, which is already being measured."""
         if trainer.stage == "validate":
             self._begin(trainer, task, sum(trainer.num_val_batches))
 
@@ -414,12 +416,12 @@ class Profiling(Callback):
             self.profiler.teardown(stage)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the undo stack when the callback is sent to another process."""
+        """Return the state without the undo stack, which cannot be sent to another process."""
         return {**self.__dict__, "_undo": ExitStack()}
 
 
 def add_profiler(wanted: str | Profiler | None, callbacks: list[Callback]) -> Profiler:
-    """Return the profiler from `make_profiler`, and add a callback that measures runs with it."""
+    """Return the profiler from `make_profiler`. If one was requested, add a callback that measures runs with it."""
     profiler = make_profiler(wanted)
     if wanted is not None:
         callbacks.append(Profiling(profiler))
@@ -427,6 +429,6 @@ def add_profiler(wanted: str | Profiler | None, callbacks: list[Callback]) -> Pr
 
 
 def owner_of(call: Any) -> str:
-    """Return the name of the class that a hook belongs to."""
+    """Return the name of the class whose hook a call runs."""
     function = call.func if isinstance(call, partial) else call
     return type(getattr(function, "__self__", function)).__name__

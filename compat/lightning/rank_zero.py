@@ -1,4 +1,4 @@
-"""Functions that run, log or warn only on rank 0, from lightning_utilities, which other libraries also use."""
+"""Functions that run, log or warn only on rank 0. They come from lightning_utilities, which other packages share."""
 
 import logging
 import warnings
@@ -10,7 +10,7 @@ try:
     from lightning_utilities.core import rank_zero
 except ModuleNotFoundError:
     raise ModuleNotFoundError(
-        "Lightning compatibility mode needs lightning_utilities: pip install 'legato[lightning]'.",
+        "Lightning compatibility mode requires lightning_utilities: pip install 'legato[lightning]'.",
         name="lightning_utilities",
     ) from None
 
@@ -22,19 +22,19 @@ rank_zero_only: Any = rank_zero.rank_zero_only
 """Decorator for functions that run only on rank 0. Its attribute `rank` is the rank of this process."""
 rank_zero_warn = rank_zero.rank_zero_warn
 
-if getattr(rank_zero_only, "rank", None) is None:  # until a run sets it; without a rank, these functions raise
+if getattr(rank_zero_only, "rank", None) is None:  # until a run sets it; otherwise, these functions raise
     rank_zero_only.rank = current_rank()
 
 
 @rank_zero_only  # type: ignore[untyped-decorator]
 def rank_zero_debug(*args: Any, stacklevel: int = 4, **kwargs: Any) -> None:
-    """Log a debug message on rank 0, with Lightning's logger."""
+    """Log a debug message on rank 0 with Lightning's logger."""
     log.debug(*args, stacklevel=max(stacklevel - 1, 1), **kwargs)
 
 
 @rank_zero_only  # type: ignore[untyped-decorator]
 def rank_zero_info(*args: Any, stacklevel: int = 4, **kwargs: Any) -> None:
-    """Log a message on rank 0, with Lightning's logger, which programs silence or redirect."""
+    """Log a message on rank 0 with Lightning's logger, which programs may silence or redirect."""
     log.info(*args, stacklevel=max(stacklevel - 1, 1), **kwargs)
 
 
@@ -43,7 +43,7 @@ class LightningDeprecationWarning(DeprecationWarning):
 
 
 class PossibleUserWarning(UserWarning):
-    """Warning about code that may be intended."""
+    """Warning about code that may be intentional."""
 
 
 def rank_zero_deprecation(message: str | Warning, stacklevel: int = 5, **kwargs: Any) -> None:
@@ -52,5 +52,5 @@ def rank_zero_deprecation(message: str | Warning, stacklevel: int = 5, **kwargs:
 
 
 def disable_possible_user_warnings(module: str = "") -> None:
-    """Ignore each PossibleUserWarning from all modules, or from the given module."""
+    """Ignore PossibleUserWarning from all modules or from the given module."""
     warnings.filterwarnings("ignore", module=module, category=PossibleUserWarning)

@@ -1,4 +1,4 @@
-"""Requeued SLURM jobs: as in Lightning, fit resumes from the checkpoint that the job saved on a signal."""
+"""Requeued SLURM jobs. As in Lightning, fit resumes from the checkpoint that the job saved after a signal."""
 
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,7 @@ from ...base.place import find_place
 
 
 def is_requeued_by_default() -> bool:
-    """Return whether srun started this process. Lightning's trainer requeues such jobs by default."""
+    """Return whether srun started this process. By default, Lightning's Trainer requeues jobs started by srun."""
     place = find_place()
     return place is not None and place.origin == "slurm"
 
@@ -20,12 +20,12 @@ def store_checkpoint(root: Any, path: Any) -> None:
 
 
 def stored_checkpoint(root: Any) -> str | None:
-    """Return the stored checkpoint path of this SLURM job, if the job was requeued."""
+    """If this SLURM job was requeued, return its stored checkpoint path, otherwise None."""
     return _note(root).read_text() if requeued_job() is not None and _note(root).exists() else None
 
 
 def forget_checkpoint(root: Any) -> None:
-    """Delete the stored path, so that later fits in the script do not resume from it."""
+    """Delete the stored path, so that later fits in the script do not resume from this checkpoint."""
     _note(root).unlink(missing_ok=True)
 
 

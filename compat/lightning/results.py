@@ -1,4 +1,4 @@
-"""Results of a validation or a test: the returned values, and the printed table."""
+"""Results of a validation or test: the returned values and the printed table."""
 
 from collections.abc import Container, Sequence
 from shutil import get_terminal_size
@@ -12,7 +12,7 @@ NARROWEST = 25
 
 
 def only_logged(results: Sequence[dict[str, float]], logged: Container[str]) -> list[dict[str, float]]:
-    """Return the results that loggers also get. A value that is also logged per step is named NAME_epoch."""
+    """Return the results that are also in `logged`. Values that are also logged per step are named NAME_epoch."""
     return [{name: value for name, value in metrics.items() if name in logged} for metrics in results]
 
 

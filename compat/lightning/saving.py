@@ -9,11 +9,11 @@ from typing import Any
 import yaml
 
 CHECKPOINT_PAST_HPARAMS_KEYS = ("hparams", "module_arguments")
-"""Keys under which very old checkpoints keep hyperparameters."""
+"""Keys under which very old checkpoints store hyperparameters."""
 
 
 def update_hparams(hparams: dict[str, Any], updates: Mapping[str, Any]) -> None:
-    """Merge nested values into hyperparameters."""
+    """Update nested hyperparameters in place."""
     for name, value in updates.items():
         if isinstance(value, Mapping) and isinstance(hparams.get(name), dict):
             update_hparams(hparams[name], value)
@@ -35,9 +35,9 @@ def load_hparams_from_yaml(config_yaml: str | Path, use_omegaconf: bool = True) 
 
 
 def save_hparams_to_yaml(config_yaml: str | Path, hparams: Any, use_omegaconf: bool = True) -> None:
-    """Write hyperparameters to a YAML file. Values that YAML cannot represent become strings.
+    """Write hyperparameters to a YAML file. Values that YAML cannot represent are written as strings.
 
-    Raises RuntimeError if the folder does not exist, and TypeError for an object that is not a mapping.
+    Raises RuntimeError if the folder does not exist, and TypeError if `hparams` is not a mapping.
     """
     _require_folder(config_yaml)
     from omegaconf import OmegaConf
@@ -52,7 +52,7 @@ def save_hparams_to_yaml(config_yaml: str | Path, hparams: Any, use_omegaconf: b
 
 
 def convert(val: str) -> Any:
-    """Return the Python value of a literal, or the string itself."""
+    """Return the value of a Python literal, or the string unchanged if it is not a literal."""
     try:
         return ast.literal_eval(val)
     except (ValueError, SyntaxError):
@@ -68,7 +68,7 @@ def load_from_checkpoint(
     weights_only: bool | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Build a module or data module as its class's `load_from_checkpoint` does, with weights_only=True."""
+    """Build a module or data module from a checkpoint, which is read with weights_only=True."""
     from .module import LightningDataModule, LightningModule
 
     options = {} if strict is None else {"strict": strict}

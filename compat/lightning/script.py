@@ -48,7 +48,7 @@ def run_lightning(arguments: Sequence[str]) -> None:
         else:
             runpy.run_path(os.path.abspath(words[0]), run_name="__main__")  # as Python sets `__file__`
     except Exception as error:
-        # the user of a script expects Python's traceback, from the first line of the script
+        # the user of a script expects Python's traceback, starting in the script
         traceback = _from_script(error.__traceback__)
         sys.excepthook(type(error), error.with_traceback(traceback), traceback)
         if advice := advice_for(error, words):
@@ -57,14 +57,14 @@ def run_lightning(arguments: Sequence[str]) -> None:
 
 
 def _from_script(traceback: TracebackType | None) -> TracebackType | None:
-    """Return a traceback without the frames before the script."""
+    """Return a traceback without the frames that precede the script."""
     while traceback is not None and traceback.tb_frame.f_code.co_filename in (__file__, runpy.__file__, FROZEN_RUNPY):
         traceback = traceback.tb_next
     return traceback
 
 
 def advice_for(error: BaseException, words: Sequence[str]) -> str:
-    """Return advice about an unexpected error within Legato; "" for any other error."""
+    """Return advice if an unexpected error occurred within Legato, or an empty string for any other error."""
     home, installed = str(Path(__file__).parents[2]) + os.sep, tuple(sysconfig.get_paths().values())
     frames = traceback.extract_tb(error.__traceback__)
     calls = [frame for frame in frames if frame.filename.startswith(home) or not frame.filename.startswith(installed)]

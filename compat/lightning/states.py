@@ -1,4 +1,4 @@
-"""TrainerState: Lightning's names for the state of a trainer, based on Legato's loop state."""
+"""TrainerState: the state of a trainer under Lightning's names, based on Legato's loop state."""
 
 from typing import Any
 
@@ -54,7 +54,7 @@ STAGE_OF_DOING = {"validation": RunningStage.VALIDATING}
 
 
 class TrainerState(State):
-    """The loop state, with `status`, `fn` and `stage`."""
+    """The loop state, including `status`, `fn` and `stage`."""
 
     status: TrainerStatus
     fn: TrainerFn | None
@@ -68,7 +68,7 @@ class TrainerState(State):
 
     @classmethod
     def of(cls, state: State, trainer: Any) -> "TrainerState":
-        """Return a state with the values of another state."""
+        """Return a TrainerState with the values of another state."""
         loop_state = state if isinstance(state, cls) else cls(**state.to_dict())
         loop_state.trainer = trainer
         return loop_state
@@ -95,5 +95,5 @@ class TrainerState(State):
         return f"TrainerState(status={self.status!r}, fn={self.fn!r}, stage={self.stage!r})"
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the trainer: other processes need only the state."""
+        """Return the state without the trainer, which other processes do not need."""
         return {**self.__dict__, "trainer": None}

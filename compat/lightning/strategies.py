@@ -34,7 +34,7 @@ DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
 class Strategy(strategy.Strategy):
-    """Base class with Lightning's attributes. Pass one of the subclasses to a Trainer."""
+    """Base class of strategies with Lightning's attributes. A Trainer accepts only its subclasses."""
 
     strategy_name = ""
     """Lightning's name for the strategy."""
@@ -46,7 +46,7 @@ class Strategy(strategy.Strategy):
     def store_arguments(
         self, accelerator: Any = None, cluster_environment: Any = None, checkpoint_io: Any = None, precision: Any = None
     ) -> None:
-        """Store arguments that were passed to the strategy instead of the Trainer."""
+        """Store Trainer arguments that the program passed to the strategy."""
         plugins = [item for item in (cluster_environment, checkpoint_io, precision) if item is not None]
         self.trainer_arguments = read_plugins(plugins)
         if accelerator is not None:
@@ -144,7 +144,7 @@ class Strategy(strategy.Strategy):
         if not isinstance(tensor, Tensor) or self.place.world_size == 1:
             return tensor
         if group is not None:
-            raise UnsupportedError("strategy.reduce(group=...): call torch.distributed.all_reduce for a group.")
+            raise UnsupportedError("strategy.reduce(group=...) is not supported. Use torch.distributed.all_reduce.")
         word = str(getattr(reduce_op, "name", None) or reduce_op).rpartition(".")[2].lower()
         kind = {"mean": "sum", "avg": "sum"}.get(word, word)
         if kind not in ("sum", "max", "min", "product"):
@@ -154,18 +154,18 @@ class Strategy(strategy.Strategy):
         return reduced / self.place.world_size if word in ("mean", "avg") else reduced
 
     def all_gather(self, tensor: Any, group: Any = None, sync_grads: bool = False) -> Any:
-        """Return the tensors of all ranks, stacked. With a single process, return the tensor itself."""
+        """Return the tensors of all ranks, stacked. If there is only one process, return `tensor` unchanged."""
         if self.place.world_size == 1 or self.task is None:
             return tensor
         return self.task.all_gather(tensor, group, sync_grads)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Return whether the value is true on all ranks, or on any rank."""
+        """Return whether `decision` is true on all ranks or, if `all` is False, on any rank."""
         return bool(self.reduce(torch.tensor(int(decision), device=self.device), reduce_op="min" if all else "max"))
 
 
 class CheckpointIO(ABC):
-    """Base class of checkpoint I/O plugins. A Trainer does not accept them, since Legato writes its own checkpoints."""
+    """Base class of checkpoint I/O plugins. A Trainer rejects them, because Legato writes checkpoints itself."""
 
     @abstractmethod
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
@@ -191,17 +191,17 @@ class TorchCheckpointIO(CheckpointIO):
         write(Path(path), checkpoint)
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-        """Return the contents of a file, or those of a checkpoint in Lightning's format."""
+        """Return the contents of a file, such as a checkpoint in Lightning's format."""
         saved: dict[str, Any] = read(path, map_location, weights_only)
         return saved
 
     def remove_checkpoint(self, path: Any) -> None:
-        """Remove a file, or a checkpoint."""
+        """Remove a file or checkpoint."""
         Path(path).unlink(missing_ok=True)
 
 
 class OwnBackward(strategy.Strategy):
-    """Accepts a program's `backward` calls in addition to the run's. Must be the first base class of a strategy."""
+    """Mixin that also accepts `backward` calls from a program. It must be the first base class of a strategy."""
 
     def backward(
         self,
@@ -212,7 +212,10 @@ class OwnBackward(strategy.Strategy):
         optimizer: Any = None,
         **options: Any,
     ) -> None:
-        """Compute gradients. A run passes a bool as `last`; a program passes an optimizer or None."""
+        """Compute gradients.
+
+        `last` is a bool if a run calls this method, and an optimizer or None if a program calls it.
+        """
         if isinstance(last, bool) and optimizer is None:
             super().backward(loss, last, inputs, retain_graph)
         elif self.task is not None:  # it raises an error under automatic optimization
@@ -243,10 +246,10 @@ CALLED_BY_LIGHTNING = (
     *("optimizer_step", "training_step", "validation_step", "test_step", "predict_step"),
     *("pre_backward", "post_backward", "post_training_step", "process_dataloader", "batch_to_device"),
 )
-"""Methods of a strategy that control a run in Lightning, but that a Legato run does not call."""
+"""Methods of a strategy that control a run in Lightning, but which a run does not call in Legato."""
 LAUNCHER = "_configure_launcher"
 LAUNCHING = LAUNCHER, "setup_environment", "teardown"
-"""Methods of a strategy that starts processes itself."""
+"""Methods that a strategy overrides to start processes itself."""
 OWN_STRATEGY = (
     "subclass legato.trainer.strategies.Strategy for a custom strategy, or pass SingleDeviceStrategy, DDPStrategy, "
     "FSDPStrategy or ModelParallelStrategy to Trainer."
@@ -274,7 +277,7 @@ class SingleDeviceStrategy(OwnBackward, Strategy, SingleStrategy):
 
 
 class DDPStrategy(OwnBackward, DistributedDataParallel, ParallelStrategy):
-    """A process for each device; `kwargs` are passed to torch's DistributedDataParallel."""
+    """Runs one process per device. `kwargs` are options of torch's DistributedDataParallel."""
 
     strategy_name = "ddp"
 
@@ -322,10 +325,10 @@ def options_of_ddp(
     gradient_as_bucket_view: bool = False,
     static_graph: bool = False,
 ) -> dict[str, Any]:
-    """Return options for DistributedDataParallel. jsonargparse reads this signature to find the keys of a config.
+    """Return options for DistributedDataParallel. jsonargparse reads this signature to determine the config keys.
 
-    `static_graph` has no effect, since it only saves time in torch. After each step, all ranks have the buffers of rank
-    0, with or without `broadcast_buffers`.
+    `static_graph` has no effect, because it only affects speed in torch. After each step, all ranks have the buffers of
+    rank 0, regardless of `broadcast_buffers`.
     """
     options = dict(locals())
     del options["static_graph"], options["broadcast_buffers"]
@@ -360,7 +363,7 @@ class FSDPStrategy(OwnBackward, FullyShard, ParallelStrategy):
 
         Args:
             auto_wrap_policy: Set of module classes to wrap. By default, Legato selects blocks by size.
-            state_dict_type: No effect. A checkpoint has a file per rank, and any number of processes can read it.
+            state_dict_type: No effect. A checkpoint is a single file, which any number of processes can read.
         """
         refused = {"mixed_precision": mixed_precision, "device_mesh": device_mesh, **kwargs}
         for name, value in refused.items():
@@ -396,7 +399,7 @@ FSDP_INSTEAD = {
 
 
 class ModelParallelStrategy(OwnBackward, PipelineMeshStrategy, ParallelStrategy):
-    """Data, sharding and tensor parallelism on a mesh; `configure_model` may apply torch's parallel styles."""
+    """Data, sharding and tensor parallelism on a mesh. `configure_model` can apply torch's parallel styles."""
 
     strategy_name = "model_parallel"
 
@@ -419,8 +422,8 @@ class ModelParallelStrategy(OwnBackward, PipelineMeshStrategy, ParallelStrategy)
 
 
 DEEPSPEED = (
-    "Strategy fsdp shards parameters, gradients and optimizer states as ZeRO stage 3 does; Legato's zero1 shards only "
-    "the optimizer states. Pass strategy='fsdp'."
+    "Pass strategy='fsdp', which shards parameters, gradients and optimizer states like ZeRO stage 3. Legato's zero1 "
+    "strategy shards only the optimizer states."
 )
 XLA = "Legato runs on CPU, CUDA and MPS devices. Pass accelerator='auto'."
 WORDS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -450,7 +453,7 @@ CLASSES: dict[str, type[Strategy]] = {
 
 
 def _check_overrides(wanted: Strategy) -> None:
-    """Raise UnsupportedError if a strategy overrides methods that a run would not call."""
+    """Raise UnsupportedError if a strategy overrides methods that a run does not call."""
     launching = overridden(wanted, LAUNCHING)
     if LAUNCHER not in launching:
         refuse_overrides(wanted, CALLED_BY_LIGHTNING, OWN_STRATEGY)
@@ -458,7 +461,7 @@ def _check_overrides(wanted: Strategy) -> None:
     refuse_overrides(wanted, set(CALLED_BY_LIGHTNING) - set(launching), OWN_STRATEGY)
     rank_zero_warn(
         f"{type(wanted).__name__}.{', '.join(launching)} would never be called, because Legato starts the processes "
-        "itself. To start them differently, use torchrun or SLURM."
+        "itself. To use another launcher, start the program with torchrun or SLURM."
     )
 
 
@@ -468,7 +471,7 @@ StrategyRegistry = Registry(
 
 
 def read_strategy(wanted: Any) -> Any:
-    """Convert Trainer's `strategy` to Legato's form. Raises an error for an unsupported name."""
+    """Convert the Trainer argument `strategy` to Legato's form. Raises an error for an unsupported name."""
     if isinstance(wanted, str) and wanted in StrategyRegistry.keys() - WORDS.keys():
         wanted = StrategyRegistry.get(wanted)
     if not isinstance(wanted, str):
@@ -493,7 +496,7 @@ def read_strategy(wanted: Any) -> Any:
 
 
 def with_attributes(instance: strategy.Strategy, wanted: Any) -> Any:
-    """Convert a strategy that was created from a name or mapping to a class with Lightning's attributes."""
+    """If a strategy was created from a name or mapping, return an equivalent strategy with Lightning's attributes."""
     if instance is wanted or instance.name not in CLASSES:
         return instance
     options = {name: value for name, value in wanted.items() if name != "name"} if isinstance(wanted, dict) else {}
@@ -507,7 +510,7 @@ def _devices_of(devices: list[torch.device] | None) -> dict[str, Any]:
 
 
 def _class_names(policy: Any, argument: str) -> list[str] | None:
-    """Return the names of the classes in a set."""
+    """Return the names of the classes in a wrapping policy."""
     if policy is None:
         return None
     classes = [policy] if isinstance(policy, type) else policy

@@ -59,7 +59,7 @@ INNER_METHODS = (
     "_test_impl",
     "_predict_impl",
 )
-"""Methods that Lightning's Trainer calls internally in fit, validate, test and predict."""
+"""Methods that Lightning's Trainer calls internally during fit, validate, test and predict."""
 
 
 HIGHEST_SEED = 1 << 32
@@ -67,13 +67,13 @@ HIGHEST_SEED = 1 << 32
 
 
 def without_defaults(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Leave out arguments that are None (Lightning's usual default) if Legato's default is different."""
-    # here None means to count batches across epochs
+    """Return the arguments that are not None. Legato's defaults apply to the others."""
+    # check_val_every_n_epoch=None means that batches are counted across epochs
     return {name: value for name, value in arguments.items() if value is not None or name == "check_val_every_n_epoch"}
 
 
 class FitAsLightning(Callback):
-    """Adds hooks that make a fit behave as in Lightning. Removes itself from the trainer's callbacks in `setup`."""
+    """Adds hooks that reproduce Lightning's behavior in a fit. In `setup`, removes itself from the callbacks."""
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Add the hooks to those of the run."""
@@ -96,7 +96,7 @@ class Trainer(TrainerAttributes):
     evaluation_points: EvaluationPoints | None = None
     """Values that evaluation steps log with `on_step`."""
     fit_as_lightning = FitAsLightning()
-    """Added to each run as a callback, since a run collects hooks only once, from its callbacks and its task."""
+    """Added to each run as a callback, because a run collects hooks only once, from its callbacks and task."""
 
     def __init__(  # noqa: PLR0913 (Lightning's arguments)
         self,
@@ -160,7 +160,7 @@ class Trainer(TrainerAttributes):
         self._make_loops()
 
     def _arguments_of_files_and_ranks(self, strategy: Any, devices: Any) -> dict[str, Any]:
-        """Return Legato's Trainer arguments for the checkpoint format and for the ranks of a script."""
+        """Return Legato's Trainer arguments for the checkpoint format and the ranks of a script."""
         self.files, self.starts_script = LightningFile(self), starts_script(strategy)
         is_alone = devices in (1, "1") or (isinstance(devices, list) and len(devices) == 1)
         # for a Trainer with a single process, each rank of a script is independent
@@ -168,7 +168,7 @@ class Trainer(TrainerAttributes):
         return {"checkpoint_format": self.files, **place}
 
     def _show_arguments(self, arguments: dict[str, Any], algorithm: str | None) -> None:
-        """Create the objects that a program reads under fast_dev_run, and resolve values that a fit would choose."""
+        """Set the attributes that a program may read before a run, such as limits and the logger of fast_dev_run."""
         if algorithm is None:  # as for hooks
             self.gradient_clip_algorithm = None  # type: ignore[assignment]
         if not self.fast_dev_run:
@@ -191,7 +191,7 @@ class Trainer(TrainerAttributes):
 
     # --- choices of this Trainer ------------------------------------------------------------------------------------
     def new_state(self) -> TrainerState:
-        """Return the initial state of a fit, which continues where the last fit ended."""
+        """Return the initial state of a fit. Its counts continue from the end of the last fit."""
         last = self.state
         # a second fit continues the counts of the first in Lightning; in Legato, it starts anew
         fields = ("global_step", "optimizer_steps", "rounds", "samples_seen", "replicas", "seed")
@@ -203,7 +203,7 @@ class Trainer(TrainerAttributes):
     def check(self, *owners: Any) -> None:
         """Warn about methods whose names resemble hooks. Raises TaskError if a hook has wrong arguments.
 
-        During the call, Lightning callbacks get the module's `log` and `log_dict`.
+        Until the Trainer method returns, Lightning callbacks also have the module's `log` and `log_dict` methods.
         """
         if self.fit_as_lightning not in self.callbacks:  # it left the callbacks after the last run
             self.callbacks.insert(0, self.fit_as_lightning)
@@ -216,7 +216,7 @@ class Trainer(TrainerAttributes):
 
     # --- the loop ---------------------------------------------------------------------------------------------------
     def disable_checks(self) -> None:
-        """Disable the checks and batch weights that conflict with programs written for Lightning.
+        """Disable checks and batch weights that are incompatible with programs written for Lightning.
 
         Raises MisconfigurationException if max_epochs is less than the number of epochs in the checkpoint.
         """
@@ -224,7 +224,7 @@ class Trainer(TrainerAttributes):
         # Lightning raises an error; Legato would train nothing and report success
         if run.source is not None and 0 <= (self.max_epochs or 0) < self.state.epoch:
             raise MisconfigurationException(
-                f"max_epochs={self.max_epochs} is less than the {self.state.epoch} epochs of the checkpoint. Raise it."
+                f"max_epochs={self.max_epochs} is less than the {self.state.epoch} epochs in the checkpoint. Raise it."
             )
         # a dict with "weight" is an ordinary result in programs for Lightning
         run.optimization.weights = SampleWeights(self)  # type: ignore[assignment]
@@ -235,20 +235,20 @@ class Trainer(TrainerAttributes):
         self.epoch_is_cut, self.in_epoch = False, True
 
     def hide_modes(self) -> None:
-        """Hide evaluation mode from Legato's loop, since each module keeps its mode in Lightning."""
+        """Set all modules to training mode until `show_modes`, so that Legato's loop does not change any modes."""
         # by name, because on_fit_start may have replaced a submodule
         self.modes_before = {name: submodule.training for name, submodule in self.lightning_module.named_modules()}
-        if self.current_run.training_data.rounds:  # otherwise on_train_start does not run to restore the modes
+        if self.current_run.training_data.rounds:  # otherwise on_train_start does not run and restore the modes
             for submodule in self.lightning_module.modules():
                 submodule.training = True
 
     def show_modes(self) -> None:
-        """Restore the mode of each module."""
+        """Restore the mode of each module. As in Lightning, training keeps these modes."""
         for name, submodule in self.lightning_module.named_modules():
             submodule.training = self.modes_before.get(name, submodule.training)
 
     def end_epoch(self) -> None:
-        """End an epoch. An epoch in which the run stops also counts, even before its first step."""
+        """End an epoch. An epoch in which the run stops is also counted, even if it has no completed step."""
         run, state = self.current_run, self.state
         epoch = state.epoch
         # the last step is a logging point only if log_every_n_steps is due
@@ -265,11 +265,12 @@ class Trainer(TrainerAttributes):
         self.epoch_is_cut, self.in_epoch = is_cut, False
 
     def evaluate(self, stage: str, limit: int | None = None, keep_outputs: bool = False) -> None:
-        """Evaluate all loaders once. During fit, validates under no_grad, so that a step can enable gradients.
+        """Evaluate all loaders once.
 
-        Before a validation during training, the module clears its gradients. The values of the latest step are
-        published, for callbacks that use them at the end of the validation. If on_train_batch_start has skipped the
-        rest of an epoch, the epoch ends without a validation.
+        A validation during fit uses no_grad instead of inference mode, so that a step can enable gradients. Before a
+        validation during training, the gradients are cleared, and the values of the latest step are published for
+        callbacks that use them when the validation ends. If on_train_batch_start has skipped the rest of an epoch, the
+        epoch ends without a validation.
         """
         run = self.current_run
         if run.stage == "fit" and run.loop.doing == "validation":
@@ -310,7 +311,7 @@ class Trainer(TrainerAttributes):
                 and isinstance(model, Task)
                 and not overrides(model, Task, "validation_step")
             ):
-                log.warning("fit got val_dataloaders, but %s has no validation_step.", type(model).__name__)
+                log.warning("fit ignores val_dataloaders, because %s has no validation_step.", type(model).__name__)
                 val_dataloaders = None
             data = {"train_dataloaders": train_dataloaders, "val_dataloaders": val_dataloaders}
             self._prepare("fit", model, **data, datamodule=datamodule)
@@ -359,7 +360,7 @@ class Trainer(TrainerAttributes):
         ckpt_path: Any = None,
         weights_only: bool | None = None,
     ) -> list[Any] | None:
-        """Return the predictions of all ranks, in the order of the data; None with return_predictions=False."""
+        """Return the predictions of all ranks in the order of the data, or None if return_predictions is False."""
         with self._status(TrainerFn.PREDICTING):
             self._prepare("predict", model, dataloaders=dataloaders, datamodule=datamodule)
             keep = return_predictions is not False
@@ -376,9 +377,12 @@ class Trainer(TrainerAttributes):
         storage_options: Any = None,
         asynchronous: bool = False,
     ) -> None:
-        """Write a checkpoint of the current state. Every rank must call this. Raises AttributeError before a run."""
+        """Write a checkpoint of the current state. Every rank must call this method.
+
+        Raises AttributeError before a run.
+        """
         if storage_options is not None:
-            raise UnsupportedError("save_checkpoint: remove storage_options. Checkpoints are plain files.")
+            raise UnsupportedError("save_checkpoint does not support storage_options. Checkpoints are local files.")
         module = vars(self.strategy).get("_lightning_module")  # public packages set a module before a run in this way
         if self.run is None and module is not None:
             write_module(Path(filepath), module)
@@ -391,23 +395,23 @@ class Trainer(TrainerAttributes):
 
     @contextmanager
     def init_module(self, empty_init: bool | None = None) -> Iterator[None]:
-        """In this context, create tensors on the run's device and in the run's precision."""
+        """Within this context, create tensors on the run's device and in its precision."""
         device = self.device_list[0]
         with self.precision_plugin.forward_context(device), device:
             yield
 
     @contextmanager
     def _status(self, function: TrainerFn) -> Iterator[None]:
-        """Record in `state` which stage is running and how it ended, and apply the seed."""
+        """Record in `state` which method is running and whether it succeeded, and apply the seed."""
         place, seed = find_place(self.cluster), torch.initial_seed()
         if not self.running and (place is None or place.origin != "legato"):  # set in worker processes
             count = self.strategy.local_processes(self.device_list)
             if place is None and count > 1 and self.num_nodes == 1 and self.starts_script:
                 start_ranks(count, seed & 0xFFFFFFFF)
-            # without a seed in the script, each of its ranks has a different one
+            # if the script sets no seed, each of its ranks has a different one
             self.seed = shared_seed() if is_started() and seed >= HIGHEST_SEED else seed & 0xFFFFFFFF
         self.state.fn, self.state.status = function, TrainerStatus.RUNNING
-        # in a worker process, the seed is that of its parent
+        # a worker process has the seed of its parent
         makes_folder = self.assigned_dir is None and (function is TrainerFn.FITTING or self.run_dir is None)
         if makes_folder:
             self.assigned_dir = folder_of_run(self)
@@ -429,7 +433,7 @@ class Trainer(TrainerAttributes):
         self.state.status = TrainerStatus.FINISHED
 
     def _choose_limits(self) -> None:
-        """Choose the epoch limits that were not set."""
+        """Set the default values of epoch limits that were not passed."""
         if self.max_epochs is None:
             self.max_epochs = 1000 if self.max_steps == -1 and self.max_time is None else -1
         if self.min_epochs is None:
@@ -447,11 +451,11 @@ class Trainer(TrainerAttributes):
                 callback.has_searched = True
 
     def _checkpoint(self, path: Any, weights_only: bool | None) -> Any:
-        """Return the checkpoint for a name or path, otherwise the checkpoint that was set; None if there is none."""
+        """Return the checkpoint that a name or path selects. The default is the `ckpt_path` that was set, or None."""
         self.files.weights_only = weights_only
         path = self.__dict__.get("_ckpt_path") if path is None else path
         if path == "":  # such as the best_model_path of a callback that has saved no checkpoint
-            raise ConfigError("ckpt_path='' names no checkpoint. Pass a path, 'last', 'best', or None for none.")
+            raise ConfigError("ckpt_path='' is not a checkpoint. Pass a path, 'last', 'best' or None.")
         if path == "hpc" or str(path).startswith("registry"):
             raise UnsupportedError(
                 f"ckpt_path={str(path)!r} is not supported: a requeued SLURM job resumes automatically "
@@ -459,8 +463,8 @@ class Trainer(TrainerAttributes):
             )
         if path not in (None, "best", "last", "auto"):
             require_checkpoint(path)
-        # "last" is the checkpoint that the first callback stores; if another process wrote the files, search the
-        # folders
+        # "last" is the checkpoint that the first callback stores. If another process wrote the files, search the
+        # folders.
         callback = self.checkpoint_callback
         if path != "last" or (callback is not None and callback.last_model_path):
             return path

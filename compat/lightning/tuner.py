@@ -1,7 +1,7 @@
-"""Tuner: before a run, searches for a learning rate with a sweep, or for the largest batch size that fits in memory.
+"""Tuner: before a run, searches for a learning rate with a sweep or for the largest batch size that fits in memory.
 
-Each search trains a copy of the module with a copy of the trainer. The originals, the random number generators and the
-disk are left unchanged.
+Each search trains a copy of the module with a copy of the trainer. The original module and trainer and the random
+number generators are left unchanged, and nothing is written to disk.
 """
 
 import copy
@@ -27,7 +27,7 @@ log = logging.getLogger("legato")
 
 METHODS = ("fit", "validate", "test", "predict")
 SMOOTHING = 0.98
-"""Weight of past losses in the average that a sweep uses."""
+"""Weight of past losses in the moving average of a sweep."""
 
 
 class LearningRateSweep(Callback):
@@ -37,9 +37,9 @@ class LearningRateSweep(Callback):
 
     Args:
         mode: "exponential" or "linear".
-        diverges_at: Stop when the smoothed loss exceeds the lowest one by this factor. None: never.
+        diverges_at: Stop when the smoothed loss exceeds this factor times its minimum. None: never stop early.
 
-    Raises ConfigError for any other mode, for fewer than 2 steps, or unless 0 < lr_min < lr_max.
+    Raises ConfigError for any other mode, for fewer than 2 steps, and if `0 < lr_min < lr_max` is false.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class LearningRateSweep(Callback):
             raise ConfigError(f"mode must be 'exponential' or 'linear', got {mode!r}.")
         if not 0 < lr_min < lr_max or num_training < 2:
             raise ConfigError(
-                f"A sweep needs 0 < lr_min < lr_max and at least 2 steps; got {lr_min}, {lr_max}, {num_training}."
+                f"Expected 0 < lr_min < lr_max and num_training >= 2, got {lr_min}, {lr_max} and {num_training}."
             )
         self.mode, self.lr_min, self.lr_max, self.num_training = mode, lr_min, lr_max, num_training
         self.diverges_at = diverges_at
@@ -58,7 +58,7 @@ class LearningRateSweep(Callback):
         self._average, self._best, self._losses = 0.0, math.inf, list[float]()
 
     def rate(self, step: int) -> float:
-        """Return the learning rate of a step, counted from 0."""
+        """Return the learning rate of a step. Steps are counted from 0."""
         share = (step + 1) / self.num_training if step else 0.0
         if self.mode == "linear":
             return self.lr_min + share * (self.lr_max - self.lr_min)
@@ -66,7 +66,7 @@ class LearningRateSweep(Callback):
 
     # --- the run ----------------------------------------------------------------------------------------------------
     def on_train_start(self, trainer: "Trainer", task: Task) -> None:
-        """Take control of the learning rate from the task's schedulers. Raises ConfigError for several optimizers."""
+        """Remove the schedulers and set the first learning rate. Raises ConfigError if there are several optimizers."""
         if len(trainer.optimizers) != 1:
             raise ConfigError(f"A sweep of learning rates needs one optimizer; the task has {len(trainer.optimizers)}.")
         trainer.lr_scheduler_configs.clear()
@@ -81,7 +81,7 @@ class LearningRateSweep(Callback):
         rates, losses = self.results["lr"], self.results["loss"]
         if len(losses) >= self.num_training or trainer.should_stop:
             return
-        # a sweep on several processes uses all their batches, as Lightning's mean over ranks does
+        # a sweep on several processes uses the batches of all processes, like Lightning's mean over ranks
         values = [loss for rank in trainer.strategy.data_ranks.gather_objects(self._losses) for loss in rank]
         self._losses = []
         loss = sum(values) / len(values) if values else math.nan
@@ -100,7 +100,7 @@ class LearningRateSweep(Callback):
             group["lr"] = rate
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the results, which the parent process loads."""
+        """Return the results, which are loaded in the parent process."""
         return {"results": {name: list(values) for name, values in self.results.items()}}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -109,7 +109,7 @@ class LearningRateSweep(Callback):
 
     # --- results ----------------------------------------------------------------------------------------------------
     def best_step(self, skip_begin: int = 10, skip_end: int = 1) -> int | None:
-        """Return the step at which the loss decreases fastest with the learning rate; None with fewer than 2 points."""
+        """Return the step at which the loss decreases fastest, or None if there are fewer than 2 steps."""
         chosen = range(len(self.results["loss"]))[skip_begin : len(self.results["loss"]) - skip_end]
         finite = [index for index in chosen if math.isfinite(self.results["loss"][index])]
         if len(finite) < 2:
@@ -119,22 +119,22 @@ class LearningRateSweep(Callback):
         return finite[int(torch.gradient(losses, spacing=[rates])[0].argmin())]
 
     def suggestion(self, skip_begin: int = 10, skip_end: int = 1) -> float | None:
-        """Return the learning rate at which the loss decreases fastest. With too few points, log this; return None."""
+        """Return the learning rate at which the loss decreases fastest, or None if there are too few steps."""
         step = self.best_step(skip_begin, skip_end)
         if step is None:
-            log.error("The sweep has too few points to suggest a learning rate. Use more steps or more data.")
+            log.error("The sweep has too few steps to suggest a learning rate. Use more steps or more data.")
             return None
         return self.results["lr"][step]
 
     def plot(self, suggest: bool = False, show: bool = False, ax: Any = None) -> Any:
-        """Return a matplotlib figure of the loss against the learning rate; `suggest` marks the suggested rate.
+        """Return a matplotlib figure of the loss over the learning rate. `suggest` marks the suggested learning rate.
 
         Raises ConfigError if matplotlib is not installed.
         """
         try:
             from matplotlib import pyplot
         except ModuleNotFoundError:
-            raise ConfigError("A plot needs matplotlib: pip install matplotlib.") from None
+            raise ConfigError("Plots require matplotlib: pip install matplotlib.") from None
         if ax is None:
             _, ax = pyplot.subplots()
         ax.plot(self.results["lr"], self.results["loss"])
@@ -148,7 +148,7 @@ class LearningRateSweep(Callback):
 
 
 class Tuner:
-    """Searches for the learning rate and the batch size of the next run of a trainer."""
+    """Searches for a learning rate and a batch size for the next run of a trainer."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -172,20 +172,20 @@ class Tuner:
         """Return the largest batch size that fits in memory, and set `batch_arg_name` to it.
 
         Args:
-            mode: "power" doubles `init_val` until memory runs out. "binsearch" then bisects between the largest size
-                that fits and the smallest that does not, and reduces the result by the fraction `margin`. The search
-                also ends at a size that includes all of the data.
+            mode: "power" doubles the size, starting at `init_val`, until memory runs out. "binsearch" then bisects
+                between the largest size that fits and the smallest size that does not, and reduces the result by the
+                fraction `margin`. Both modes also stop when one batch contains all of the data.
 
-        Raises MisconfigurationException for any other mode, if loaders are passed (their batch size is fixed), if no
-        object has the attribute `batch_arg_name`, or if the smallest size does not fit.
+        Raises MisconfigurationException for any other mode, if loaders are passed (because their batch size is fixed),
+        if no object has the attribute `batch_arg_name`, and if even the smallest size does not fit.
         """
         data = _data_of(method, train_dataloaders, val_dataloaders, dataloaders, datamodule)
         if mode not in ("power", "binsearch"):
             raise ConfigError(f"mode must be 'power' or 'binsearch', got {mode!r}.")
         if any(hasattr(source, "__iter__") for source in data.values()):
             raise ConfigError(
-                "Loaders have a fixed batch size, so scale_batch_size cannot change it. Pass a data module, or define "
-                "train_dataloader of the module with its batch size."
+                "scale_batch_size cannot change the fixed batch size of loaders. Pass a data module, or define "
+                "train_dataloader in the module, so that it uses the module's batch size."
             )
         if self._trainer.fast_dev_run:
             rank_zero_warn("Skipping batch size scaler since `fast_dev_run` is enabled.")
@@ -196,7 +196,7 @@ class Tuner:
             trial.limit_val_batches = trial.limit_test_batches = trial.limit_predict_batches = steps_per_trial
 
             def all_in_one(size: int) -> bool:
-                trial.state = type(trial.state)()  # a trainer may continue the counts of its last fit
+                trial.state = type(trial.state)()  # otherwise, a trainer may continue the counts of its last fit
                 set_attribute(batch_arg_name, size, copied, *data.values())
                 getattr(trial, method)(copied, **data)
                 return method == "fit" and trial.num_training_batches <= 1
@@ -224,9 +224,10 @@ class Tuner:
         update_attr: bool = True,
         attr_name: str = "",
     ) -> LearningRateSweep | None:
-        """Return the losses of a learning rate sweep, and set the suggested rate in the module.
+        """Run a learning rate sweep, set the suggested rate in the module, and return the sweep.
 
-        Raises MisconfigurationException for several optimizers, and AttributeError if the module has no learning rate.
+        Raises MisconfigurationException if there are several optimizers, and AttributeError if the module has no
+        learning rate.
         """
         if method != "fit":
             raise ConfigError("method='fit' is the only valid configuration to run lr finder.")
@@ -259,19 +260,19 @@ def learning_rate_name(model: Any, name: str = "") -> str:
 
 
 def _data_of(method: str, train: Any, val: Any, evaluation: Any, datamodule: Any) -> dict[str, Any]:
-    """Return the data as keyword arguments for the trainer's method."""
+    """Return the data as keyword arguments for the given Trainer method."""
     if method not in METHODS:
         raise ValueError(f"method {method!r} is invalid. Should be one of {METHODS}.")
     if method == "fit" and evaluation is not None:
-        raise ConfigError("Tuning with method='fit' needs train_dataloaders and val_dataloaders, not dataloaders.")
+        raise ConfigError("Tuning with method='fit' requires train_dataloaders and val_dataloaders, not dataloaders.")
     if method != "fit" and (train is not None or val is not None):
-        raise ConfigError(f"Tuning with method={method!r} needs dataloaders, not train_dataloaders or val_dataloaders.")
+        raise ConfigError(f"With method={method!r}, pass dataloaders instead of train_dataloaders or val_dataloaders.")
     names = {"train_dataloaders": train, "val_dataloaders": val, "dataloaders": evaluation, "datamodule": datamodule}
     return {name: value for name, value in names.items() if value is not None}
 
 
 def _largest_size(all_in_one: Callable[[int], bool], mode: str, start: int, trials: int, largest: int) -> int:
-    """Return the largest size at which `all_in_one` fits in memory, or the first size at which it returns True."""
+    """Return the largest size at which `all_in_one` fits in memory, or the first size for which it returns True."""
     best, failed, size = 0, 0, min(start, largest)
     for _ in range(trials):
         garbage_collection_cuda()
@@ -294,7 +295,7 @@ def _largest_size(all_in_one: Callable[[int], bool], mode: str, start: int, tria
             break
     garbage_collection_cuda()
     if not best:
-        raise ConfigError(f"Even a batch of {max(size, 1)} does not fit in memory. Use a smaller model or input.")
+        raise ConfigError(f"Even batch size {max(size, 1)} does not fit in memory. Use a smaller model or input.")
     return best
 
 
@@ -303,13 +304,13 @@ def _largest_size(all_in_one: Callable[[int], bool], mode: str, start: int, tria
 
 @contextmanager
 def trial_of(trainer: "Trainer", task: Task, *data: Any) -> Iterator[tuple["Trainer", Task]]:
-    """Yield a trainer that writes nothing and a copy of the task, and discard both afterwards.
+    """Yield a copy of the trainer that writes nothing and a copy of the task, and discard both afterwards.
 
-    Restores the random number generators, and the `trainer` attribute of data modules in `data`. Raises ConfigError if
-    the trainer is running with multiple processes.
+    On exit, restores the random number generators and the `trainer` attribute of the data modules in `data`. Raises
+    ConfigError if the trainer is running with several processes.
     """
     if trainer.running and trainer.world_size > 1:
-        raise ConfigError("On several processes, search for a learning rate or batch size before a run, not during it.")
+        raise ConfigError("A search during a run supports only one process. Run the search before the run.")
     modules = [(module, module.__dict__.get("trainer")) for module in data if isinstance(module, DataModule)]
     copied = copy.deepcopy(task)
     copied.__dict__["configure_callbacks"] = list  # a trial does not use the callbacks that the task adds
@@ -328,7 +329,7 @@ def _quiet_copy(trainer: "Trainer") -> "Trainer":
     trial = copy.copy(trainer)
     trial.strategy = copy.copy(trainer.strategy)
     for name, member in vars(trainer).items():
-        if name != "run" and getattr(member, "trainer", None) is trainer:  # it reads from its trainer
+        if name != "run" and getattr(member, "trainer", None) is trainer:  # an object that reads from its trainer
             setattr(trial, name, copy.copy(member))
             vars(trial)[name].trainer = trial
     trial.saver, trial.state, trial.run = type(trainer.saver)(trial), type(trainer.state)(), None
@@ -356,7 +357,7 @@ def holders_of(name: str, *owners: Any) -> list[Any]:
     """
     holders = _holders(name, *owners)
     if not holders:
-        raise ConfigError(f"Neither the task, its hparams, nor a data module has an attribute {name!r}. Define it.")
+        raise ConfigError(f"No task, data module or hparams has the attribute {name!r}. Define this attribute.")
     return holders
 
 

@@ -44,7 +44,7 @@ LRSchedulerPLType = LRScheduler | ReduceLROnPlateau
 
 
 class LRSchedulerConfigType(TypedDict, total=False):
-    """A scheduler with its settings, as `configure_optimizers` returns it."""
+    """A scheduler with its settings, as returned by `configure_optimizers`."""
 
     scheduler: LRSchedulerTypeUnion
     name: str | None
@@ -56,13 +56,13 @@ class LRSchedulerConfigType(TypedDict, total=False):
 
 
 class OptimizerConfig(TypedDict):
-    """An optimizer, as `configure_optimizers` returns it."""
+    """An optimizer, as returned by `configure_optimizers`."""
 
     optimizer: Optimizer
 
 
 class OptimizerLRSchedulerConfig(TypedDict, total=False):
-    """An optimizer and its scheduler, as `configure_optimizers` returns them."""
+    """An optimizer and its scheduler, as returned by `configure_optimizers`."""
 
     optimizer: Optimizer
     lr_scheduler: LRSchedulerTypeUnion | LRSchedulerConfigType
@@ -80,12 +80,12 @@ OptimizerLRScheduler = (
     | None
 )
 MODULE_OPTIMIZERS = Any
-"""Result of `LightningModule.optimizers`: an optimizer, or a list of them."""
+"""The result of `LightningModule.optimizers`: an optimizer or a list of optimizers."""
 
 
 @runtime_checkable
 class Stateful(Protocol):
-    """An object with a state that can be saved."""
+    """An object whose state can be saved and loaded."""
 
     def state_dict(self) -> dict[Any, Any]:
         """Return the state."""

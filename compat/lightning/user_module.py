@@ -1,4 +1,4 @@
-"""Checks the module that a program passes to a Trainer, which may be compiled or have hooks of Lightning 1."""
+"""Checks the module that a program passes to a Trainer. It may be compiled or have hooks from Lightning 1."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from .utilities import original_module
 
 
 def uncompiled(model: Any) -> Any:
-    """Return the module inside a result of torch.compile, with its forward and steps compiled."""
+    """If `model` was created by torch.compile, return its original module with compiled forward and step methods."""
     module = original_module(model)
     if not isinstance(module, Task):
         return model
@@ -27,7 +27,7 @@ HOOKS_OF_LIGHTNING_1 = {
 
 
 def refuse_old_hooks(method: str, module: Any) -> None:
-    """Raise NotImplementedError if a module has a hook of Lightning 1."""
+    """Raise NotImplementedError if a module has a hook from Lightning 1."""
     for name in HOOKS_OF_LIGHTNING_1.get(method, ()):
         if callable(getattr(module, name, None)):
             raise NotImplementedError(

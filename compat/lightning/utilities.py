@@ -47,7 +47,7 @@ def package_available(package_name: str) -> bool:
 
 
 def get_init_args(frame: FrameType) -> Any:
-    """Return the arguments of the `__init__` that runs in a frame, including its keyword arguments."""
+    """Return the arguments of the `__init__` call in a frame, including its keyword arguments."""
     values: Any = inspect.getargvalues(frame)
     return {name: values.locals[name] for name in values.args[1:]} | values.locals.get(values.keywords or "", {})
 
@@ -59,8 +59,8 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
     """Seed the generators of Python, NumPy and torch, set PL_GLOBAL_SEED, and return the seed.
 
     Args:
-        seed: Seed to use. None: PL_GLOBAL_SEED, or 0 if that variable is not set.
-        workers: Stored in PL_SEED_WORKERS. Legato always seeds loader workers by the position of a batch.
+        seed: The seed. None: the environment variable PL_GLOBAL_SEED, or 0 if it is not set.
+        workers: Stored in PL_SEED_WORKERS. Legato always seeds loader workers by batch position.
 
     Raises ValueError for a seed that NumPy does not accept.
     """
@@ -87,12 +87,12 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
 
 
 def launched_rank() -> int | None:
-    """Return this process's rank from a launcher's environment variables; None without a launcher."""
+    """Return this process's rank from the launcher's environment variables; None if there is no launcher."""
     return next((int(rank) for rank in map(get_variable, ("RANK", "LOCAL_RANK", "SLURM_PROCID")) if rank), None)
 
 
 def reset_seed() -> None:
-    """Seed all generators again as `seed_everything` did; do nothing if it was not called."""
+    """Reset all generators to the seed of `seed_everything`. If that function was not called, do nothing."""
     seed = get_variable("PL_GLOBAL_SEED")
     if seed is not None:
         seed_everything(int(seed), get_variable("PL_SEED_WORKERS") == "1", verbose=False)
@@ -100,7 +100,7 @@ def reset_seed() -> None:
 
 @contextmanager
 def isolate_rng(include_cuda: bool = True) -> Iterator[None]:
-    """Restore the states of all random number generators on exit."""
+    """When this context exits, restore the states of all random number generators."""
     cuda = torch.cuda.get_rng_state_all() if include_cuda and torch.cuda.is_available() else []
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
@@ -117,12 +117,12 @@ def isolate_rng(include_cuda: bool = True) -> Iterator[None]:
 
 
 def move_data_to_device(batch: Any, device: torch.device | str | int) -> Any:
-    """Return a collection with its tensors, and other objects that have a `to` method, moved to a device."""
+    """Return a collection with its tensors and other objects that have a `to` method moved to a device."""
     return DataHooks().transfer_batch_to_device(batch, torch.device(device), 0)
 
 
 def recursive_detach(in_dict: Any, to_cpu: bool = False) -> Any:
-    """Return a collection with its tensors detached and, optionally, moved to the CPU."""
+    """Return a collection with its tensors detached and optionally moved to the CPU."""
     return apply_to_collection(in_dict, Tensor, lambda tensor: tensor.detach().cpu() if to_cpu else tensor.detach())
 
 
@@ -164,7 +164,7 @@ def grad_norm(module: nn.Module, norm_type: float | int | str, group_separator: 
 def measure_flops(
     model: nn.Module, forward_fn: Callable[[], Tensor], loss_fn: Callable[[Tensor], Tensor] | None = None
 ) -> int:
-    """Return the number of floating-point operations in a forward pass and, with `loss_fn`, in the backward pass."""
+    """Return the number of floating-point operations of a forward pass and, if `loss_fn` is set, its backward pass."""
     with FlopCounterMode(display=False) as counter:
         output = forward_fn()
         if loss_fn is not None:
@@ -177,18 +177,18 @@ class DeviceDtypeMixin(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """The device of the parameters; the CPU without parameters."""
+        """The device of the parameters, or the CPU if there are no parameters."""
         return next((parameter.device for parameter in self.parameters()), CPU_DEVICE)
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the parameters; torch's default without parameters."""
+        """The dtype of the parameters, or torch's default dtype if there are no parameters."""
         dtypes = (parameter.dtype for parameter in self.parameters() if parameter.is_floating_point())
         return next(dtypes, torch.get_default_dtype())
 
 
 def original_module(model: Any) -> nn.Module | None:
-    """Return the module that torch.compile wrapped in `model`; None if `model` is not a result of torch.compile."""
+    """Return the module that torch.compile wrapped to create `model`; None if `model` is not compiled."""
     if type(model).__name__ != "OptimizedModule" or not isinstance(model, nn.Module):
         return None
     return next(model.children())
@@ -198,7 +198,7 @@ def original_module(model: Any) -> nn.Module | None:
 
 
 def is_oom_error(exception: BaseException) -> bool:
-    """Return whether an error, possibly from a worker process, reports that device or host memory ran out."""
+    """Return whether an error, possibly from a worker process, means that device or host memory ran out."""
     words = ("out of memory", "DefaultCPUAllocator: can't allocate memory", "CUDNN_STATUS_NOT_SUPPORTED")
     return isinstance(exception, (RuntimeError, WorkerError)) and any(word in str(exception) for word in words)
 
@@ -235,7 +235,7 @@ def get_filesystem(path: str | Path, **kwargs: Any) -> Any:
 
 
 def load_file(path_or_url: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
-    """Load an object saved with `torch.save` from a path, file or address. With weights_only=False, code may run."""
+    """Load an object saved by `torch.save` from a path, file or URL. With weights_only=False, code may run."""
     from .checkpoint import read
 
     if not isinstance(path_or_url, (str, Path)):

@@ -488,7 +488,7 @@ def test_a_step_that_is_not_called_may_take_anything():
 def test_an_empty_path_is_no_checkpoint(method, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # an empty path would be the current folder
     trainer = pl.Trainer(**SILENT, max_steps=1)
-    with pytest.raises(ConfigError, match="ckpt_path='' names no checkpoint"):
+    with pytest.raises(ConfigError, match="ckpt_path='' is not a checkpoint"):
         getattr(trainer, method)(Small(), DataLoader(torch.randn(4, 2)), ckpt_path="")
 
 

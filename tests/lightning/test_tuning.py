@@ -128,7 +128,7 @@ def test_a_sweep_ends_with_its_epochs(tmp_path):
 def test_too_few_points_and_wrong_wishes(tmp_path, caplog):
     sweep = LearningRateSweep("linear", 0.1, 1.0, 5)
     assert sweep.suggestion() is None
-    assert "too few points" in caplog.text
+    assert "too few steps" in caplog.text
     for wrong in (("cosine", 0.1, 1.0, 5), ("linear", 1.0, 0.1, 5), ("linear", 0.1, 1.0, 1)):
         with pytest.raises(ConfigError):
             LearningRateSweep(*wrong)

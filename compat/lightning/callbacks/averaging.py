@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 MANUAL = ("manual_backward", "optimizers", "lr_schedulers", "toggle_optimizer", "untoggle_optimizer")
-"""Methods that a training_step calls to train the module in manual optimization."""
+"""Methods that training_step calls to train the module in manual optimization."""
 
 
 class TrainingSteps(torch.nn.Module):
@@ -30,18 +30,19 @@ class TrainingSteps(torch.nn.Module):
         self.task, self.training = task, task.training
 
     def forward(self, arguments: tuple[Any, ...]) -> Any:
-        """Call training_step with the first item of (batch, batch_idx)."""
+        """Call training_step with `arguments`: a batch and, if training_step accepts it, the batch index."""
         return self.task.training_step(*arguments)
 
 
-OWN_AVERAGES = "Legato computes the averages: pass avg_fn, or override average(averages, weights)."
+OWN_AVERAGES = "Legato computes the averages. Pass avg_fn, or override average(averages, weights)."
 
 
 class StochasticWeightAveraging(weight_averaging.WeightAveraging, Callback):
-    """Averages the weights at the start of each of the last epochs. After `fit`, the module holds the mean.
+    """Averages the weights at the start of each epoch, beginning with epoch `swa_epoch_start`.
 
-    From the first of these epochs, the learning rate anneals to `swa_lrs` and stays there, regardless of the module's
-    scheduler. An extra pass over the training data computes batch norm statistics for the averaged weights.
+    After `fit`, the module contains the averaged weights. In the averaged epochs, the learning rate is annealed to
+    `swa_lrs` and then kept constant, regardless of the module's scheduler. At the end, an extra pass over the training
+    data computes batch norm statistics for the averaged weights.
     Izmailov et al., Averaging Weights Leads to Wider Optima and Better Generalization (arXiv:1803.05407).
     """
 
@@ -85,39 +86,39 @@ class StochasticWeightAveraging(weight_averaging.WeightAveraging, Callback):
 
     @staticmethod
     def avg_fn(averaged_model_parameter: Any, model_parameter: Any, num_averaged: Any) -> Any:
-        """Return the mean after including one more value."""
+        """Return the mean updated with one more value."""
         return averaged_model_parameter + (model_parameter - averaged_model_parameter) / (num_averaged + 1)
 
     def average(self, averages: torch.Tensor, weights: torch.Tensor) -> None:
-        """Update averages in place with new weights."""
+        """Update the averages in place with new weights."""
         averages.copy_(self.avg_fn(averages, weights, torch.tensor(self.updates, device=averages.device)))
 
     # --- training ---------------------------------------------------------------------------------------------------
     def setup(self, trainer: "Trainer", task: "Task", stage: str) -> None:
-        """Compute the first epoch to average. Raises ConfigError for a fraction if the run has no last epoch."""
+        """Compute the first epoch to average. Raises ConfigError for a fractional start without `max_epochs`."""
         super().setup(trainer, task, stage)
         if stage != "fit":
             return
         if trainer.strategy.elastic:
             raise ConfigError(
                 "StochasticWeightAveraging ends with an extra pass over the training data, which cannot be repeated "
-                "if a process dies during it. Remove the callback, or elastic=true."
+                "if a process dies during this pass. Remove the callback or elastic=true."
             )
         start: Any
         start, self._last_epoch, self._rates_before = self.swa_epoch_start, -1, []
         if isinstance(start, float):
             if trainer.max_epochs in (None, -1):
-                raise ConfigError("StochasticWeightAveraging: a fraction as swa_epoch_start needs max_epochs.")
+                raise ConfigError("StochasticWeightAveraging: a fractional swa_epoch_start requires max_epochs.")
             start = int((trainer.max_epochs or 0) * start)
         self.swa_start = max(start - 1, 0)
 
     def on_fit_start(self, trainer: "Trainer", task: "Task") -> None:
-        """Raise ConfigError unless there is one optimizer with as many parameter groups as learning rates."""
+        """Raise ConfigError unless there is one optimizer, and one learning rate or one for each parameter group."""
         groups = [len(optimizer.param_groups) for optimizer in trainer.optimizers]
         if len(groups) != 1 or len(self.swa_lrs) not in (1, groups[0]):
             raise ConfigError(
-                "StochasticWeightAveraging: expected one optimizer, and one learning rate or one for each parameter "
-                f"group; got {len(groups)} optimizers with {groups} groups and {len(self.swa_lrs)} rates."
+                "StochasticWeightAveraging: expected one optimizer, and either one learning rate or one for each "
+                f"parameter group; got {len(groups)} optimizers with {groups} groups and {len(self.swa_lrs)} rates."
             )
 
     def on_train_epoch_start(self, trainer: "Trainer", task: "Task") -> None:
@@ -127,8 +128,8 @@ class StochasticWeightAveraging(weight_averaging.WeightAveraging, Callback):
             return
         if not self._rates_before:
             self._rates_before = [float(group["lr"]) for group in trainer.optimizers[0].param_groups]
-        # The rate is a function of the epoch, without a scheduler of this callback. A checkpoint then holds the
-        # scheduler that configure_optimizers creates, and a resume needs only the state of this callback.
+        # This callback computes the rate from the epoch, without a scheduler. A checkpoint then contains the scheduler
+        # that configure_optimizers creates, and a resume needs only the state of this callback.
         self._set_rates(trainer)
         # a resume restarts its epoch, whose initial weights are already in the averages
         if epoch > self._last_epoch:
@@ -136,17 +137,17 @@ class StochasticWeightAveraging(weight_averaging.WeightAveraging, Callback):
             self.update(task)
 
     def on_train_batch_start(self, trainer: "Trainer", task: "Task", batch: Any, batch_idx: int) -> None:
-        """Undo learning rate changes by a scheduler that runs after every step."""
+        """Undo changes to the learning rates by a scheduler that runs after every step."""
         if self._rates_before:
             self._set_rates(trainer)
 
     def on_train_epoch_end(self, trainer: "Trainer", task: "Task") -> None:
-        """Set the next epoch's learning rates, for callbacks that read them before that epoch starts."""
+        """Set the learning rates of the next epoch, for callbacks that read them before it starts."""
         if self._rates_before:
             self._set_rates(trainer, trainer.current_epoch + 1)
 
     def _set_rates(self, trainer: "Trainer", epoch: int | None = None) -> None:
-        """Set the learning rates of an epoch (by default, the current one) between the previous rates and `swa_lrs`."""
+        """Set the learning rates for an epoch (default: the current epoch) between the previous rates and `swa_lrs`."""
         done = (trainer.current_epoch if epoch is None else epoch) - self.swa_start
         share = min(1.0, done / self.annealing_epochs) if self.annealing_epochs else 1.0
         share = (1 - math.cos(math.pi * share)) / 2 if self.annealing_strategy == "cos" else share
@@ -163,7 +164,7 @@ class StochasticWeightAveraging(weight_averaging.WeightAveraging, Callback):
                 self._measure_batch_norms(trainer, task)
 
     def _measure_batch_norms(self, trainer: "Trainer", task: "Task") -> None:
-        """Compute batch norm statistics as means over one pass through the training data, without logging."""
+        """Compute batch norm statistics in one pass over the training data, without logging values."""
         run, steps = trainer.current_run, TrainingSteps(task)
         batches = (item for step in run.training_data.epoch(run.state.epoch) for item in step.batches)
         moved = ((item, item.batch if run.transfer is None else run.transfer(item.batch, 0)) for item in batches)
@@ -183,7 +184,7 @@ class StochasticWeightAveraging(weight_averaging.WeightAveraging, Callback):
 
     # --- evaluation, which uses the trained weights -----------------------------------------------------------------
     def on_step_end(self, trainer: "Trainer", task: "Task") -> None:
-        """Do nothing: the averages are updated at the start of the next epoch."""
+        """Do nothing, because the averages are updated at the start of the next epoch."""
 
     def on_validation_model_eval(self, trainer: "Trainer", task: "Task") -> None:
         """Keep the training weights."""
@@ -195,18 +196,18 @@ class StochasticWeightAveraging(weight_averaging.WeightAveraging, Callback):
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
     def state_dict(self) -> dict[str, Any]:
-        """Return the averages and the previous learning rates. Collective under a sharded strategy."""
+        """Return the averages and the previous learning rates. If a strategy is sharded, every rank must call this."""
         state = super().state_dict()
         return state and {**state, "last_epoch": self._last_epoch, "rates_before": self._rates_before}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the averages, which are sharded when training starts."""
+        """Restore the averages. They are sharded when training starts."""
         super().load_state_dict(state_dict)
         self._last_epoch, self._rates_before = state_dict["last_epoch"], list(state_dict["rates_before"])
 
 
 class WeightAveraging(weight_averaging.WeightAveraging, Callback):
-    """Averages the weights after the steps that `should_update(step_idx, epoch_idx)` selects."""
+    """Averages the weights after the steps and epochs that `should_update(step_idx, epoch_idx)` selects."""
 
     def __init__(
         self, device: Any = None, use_buffers: bool = True, avg_fn: Callable[..., Any] | None = None, **kwargs: Any
@@ -219,7 +220,7 @@ class WeightAveraging(weight_averaging.WeightAveraging, Callback):
         self._latest_update_step = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the averages, with the entries that Lightning's callback expects."""
+        """Return the averages, including the entries that Lightning's callback expects."""
         state = super().state_dict()
         return {**state, "latest_update_step": self._latest_update_step} if state else {}
 
@@ -229,7 +230,7 @@ class WeightAveraging(weight_averaging.WeightAveraging, Callback):
         self._latest_update_step = state_dict.get("latest_update_step", 0)
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
-        """Return whether to average after this step (counted from 0), or at the end of this epoch."""
+        """Return whether to update the averages after a step or at the end of an epoch. Both indices start at 0."""
         return step_idx is not None
 
     def on_step_end(self, trainer: "Trainer", task: "Task") -> None:
@@ -246,18 +247,18 @@ class WeightAveraging(weight_averaging.WeightAveraging, Callback):
 
     # --- evaluation -------------------------------------------------------------------------------------------------
     def on_validation_model_eval(self, trainer: "Trainer", task: "Task") -> None:
-        """Keep the training weights until the first batch."""
+        """Keep the training weights until the validation epoch starts."""
 
     def on_validation_epoch_start(self, trainer: "Trainer", task: "Task") -> None:
-        """Swap the averages in."""
+        """Replace the training weights with the averages."""
         self._swap_in(task)
 
     def on_validation_epoch_end(self, trainer: "Trainer", task: "Task") -> None:
-        """Swap the averages out."""
+        """Restore the training weights."""
         self._swap_out(task)
 
     def average(self, averages: Any, weights: Any) -> None:
-        """Update averages in place with new weights."""
+        """Update the averages in place with new weights."""
         if self._multi_avg_fn is not None:
             self._multi_avg_fn([averages], [weights], self.updates)
         elif self._avg_fn is None:
@@ -267,7 +268,7 @@ class WeightAveraging(weight_averaging.WeightAveraging, Callback):
 
 
 class EMAWeightAveraging(WeightAveraging):
-    """Keeps an exponential moving average of the weights."""
+    """Maintains an exponential moving average of the weights."""
 
     def __init__(
         self,
@@ -285,7 +286,7 @@ class EMAWeightAveraging(WeightAveraging):
         self.update_starting_at_step, self.update_starting_at_epoch = update_starting_at_step, update_starting_at_epoch
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
-        """Return whether to average after this step (counted from 0), or at the end of this epoch."""
+        """Return whether to update the averages after a step or at the end of an epoch. Both indices start at 0."""
         if step_idx is not None:
             begun = self.update_starting_at_step is None or step_idx >= self.update_starting_at_step
             return begun and self.update_every_n_steps > 0 and step_idx % self.update_every_n_steps == 0
@@ -293,5 +294,5 @@ class EMAWeightAveraging(WeightAveraging):
         return first is not None and epoch_idx is not None and epoch_idx >= first
 
     def average(self, averages: Any, weights: Any) -> None:
-        """Update averages in place with new weights."""
+        """Update the averages in place with new weights."""
         averages.lerp_(weights, 1.0 - self.decay)

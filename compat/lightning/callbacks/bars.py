@@ -1,4 +1,4 @@
-"""ProgressBar: the base class for custom bars, which provides totals, descriptions and values."""
+"""ProgressBar: the base class for custom progress bars. It provides totals, descriptions and values."""
 
 import math
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ class ProgressBar(ProgressDisplay, Callback):
 
     @property
     def trainer(self) -> "Trainer":
-        """The trainer. Raises TypeError before a run."""
+        """The trainer of the run. Raises TypeError before a run."""
         if self._trainer is None:
             raise TypeError(f"The `{type(self).__name__}._trainer` reference has not been set yet.")
         return self._trainer
@@ -65,7 +65,7 @@ class ProgressBar(ProgressDisplay, Callback):
 
     @property
     def total_val_batches(self) -> Number:
-        """Number of batches in all validation loaders; 0 in an epoch without validation."""
+        """Number of batches in all validation loaders; 0 if the current epoch has no validation."""
         every = self.trainer.check_val_every_n_epoch
         due = every is None or (self.trainer.current_epoch + 1) % every == 0
         return sum(self.trainer.num_val_batches) if due else 0
@@ -74,12 +74,12 @@ class ProgressBar(ProgressDisplay, Callback):
         return counts[self._current_eval_dataloader_idx or 0]
 
     def has_dataloader_changed(self, dataloader_idx: int) -> bool:
-        """Return whether the evaluation loader has changed since the last call."""
+        """Return whether the evaluation loader has changed since the previous call."""
         before, self._current_eval_dataloader_idx = self._current_eval_dataloader_idx, dataloader_idx
         return before != dataloader_idx
 
     def reset_dataloader_idx_tracker(self) -> None:
-        """Reset the record of the current evaluation loader."""
+        """Forget the current evaluation loader, so that the next loader is reported as changed."""
         self._current_eval_dataloader_idx = None
 
     def disable(self) -> None:
@@ -95,24 +95,24 @@ class ProgressBar(ProgressDisplay, Callback):
         print(*args, **kwargs)
 
     def setup(self, trainer: "Trainer", task: "Task", stage: str) -> None:
-        """Store the trainer; hide the bar on ranks other than 0."""
+        """Store the trainer, and hide the bar on ranks other than 0."""
         self._trainer = trainer
         if not trainer.is_global_zero:
             self.disable()
 
     def get_metrics(self, trainer: "Trainer", pl_module: "Task") -> dict[str, Any]:
-        """Return the values to show in the bar; override it to show other values."""
+        """Return the values to show in the bar. Override this method to show other values."""
         return {**get_standard_metrics(trainer), **trainer.progress_bar_metrics}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the trainer and the bars."""
+        """Return the state without the trainer and the bars."""
         return {
             name: None if name == "_trainer" or isinstance(value, tqdm) else value for name, value in vars(self).items()
         }
 
 
 def refuse_bars(callbacks: Sequence[Any], wanted: bool) -> None:
-    """Raise ConfigError if there are several progress bars, or if there is one despite enable_progress_bar=False."""
+    """Raise ConfigError for several progress bars, or for any progress bar if enable_progress_bar is False."""
     bars = [type(callback).__name__ for callback in callbacks if isinstance(callback, ProgressBar)]
     if len(bars) > 1 or (bars and not wanted):
         way_out = "keep one of them" if wanted else "remove it, or enable_progress_bar=False"
@@ -120,7 +120,7 @@ def refuse_bars(callbacks: Sequence[Any], wanted: bool) -> None:
 
 
 def get_standard_metrics(trainer: "Trainer") -> dict[str, int | str]:
-    """Return `v_num`, the version of the first logger, if there is one."""
+    """Return the version of the first logger as `v_num`, or an empty dict if there is no version."""
     version = getattr(trainer.loggers[0], "version", None) if trainer.loggers else None
     if version in ("", None):
         return {}
@@ -128,5 +128,5 @@ def get_standard_metrics(trainer: "Trainer") -> dict[str, int | str]:
 
 
 def convert_inf(x: Number | None) -> Number | None:
-    """Return a number of batches, or None for infinity and NaN, which tqdm does not accept."""
+    """Return a number of batches, or None if it is infinity or NaN, which tqdm does not accept."""
     return None if x is None or math.isinf(x) or math.isnan(x) else x

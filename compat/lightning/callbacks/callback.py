@@ -17,7 +17,7 @@ EMPTY_HOOKS: set[Any] = set()
 
 
 def with_lightnings_names(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function whose `task` parameter is also accepted under Lightning's name."""
+    """Return a function that also accepts its `task` argument under Lightning's name, `pl_module`."""
     parameters = signature(function).parameters.values()
 
     @wraps(function)
@@ -34,15 +34,15 @@ def with_lightnings_names(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def without_empty(calls: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the calls of a hook that have an effect. Calls to callbacks are `functools.partial` objects."""
+    """Return the calls of a hook, except those to empty hooks. Calls to callbacks are `functools.partial` objects."""
     return tuple(call for call in calls if getattr(getattr(call, "func", None), "__func__", None) not in EMPTY_HOOKS)
 
 
 class Callback(callback.Callback):
-    """A Legato callback with Lightning's attributes: `log` and `log_dict` work during a run."""
+    """A Legato callback with Lightning's attributes, including `log` and `log_dict` during a run."""
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """In this package's classes, rename the parameters of methods, even inherited ones, to Lightning's names."""
+        """For classes of this package, rename the parameters of methods to Lightning's names."""
         super().__init_subclass__(**options)
         if cls.__module__.startswith(ROOM):
             name_parameters(cls)
@@ -51,7 +51,7 @@ class Callback(callback.Callback):
         """Restore the state when a run is resumed."""  # packages compare their annotation with this one
 
     def _generate_state_key(self, **kwargs: Any) -> str:
-        """Return a `state_key` from the class name and the arguments."""
+        """Return a `state_key` made of the class name and the keyword arguments."""
         return f"{type(self).__qualname__}{kwargs!r}"
 
     @property
@@ -60,7 +60,7 @@ class Callback(callback.Callback):
 
 
 def name_parameters(cls: type) -> None:
-    """Rename the parameters of a class's public methods, even inherited ones, to Lightning's names."""
+    """Rename the parameters of a class's public methods, including inherited methods, to Lightning's names."""
     for name, method in getmembers(cls, isfunction):
         if not name.startswith("_") and OUR_NAME in signature(method).parameters:
             setattr(cls, name, with_lightnings_names(method))

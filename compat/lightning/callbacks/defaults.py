@@ -1,4 +1,4 @@
-"""The callbacks of a Trainer: those that a program passes, and those that other arguments add."""
+"""The callbacks of a Trainer: those that a program passes and those that other arguments add."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -19,27 +19,27 @@ from .tqdm_bar import TQDMProgressBar
 
 
 def refuse_same_keys(callbacks: Sequence[Callback]) -> None:
-    """Raise RuntimeError if the states of several callbacks would have the same key in a checkpoint."""
+    """Raise RuntimeError if several callbacks would save their states under the same key in a checkpoint."""
     keys = [callback.state_key for callback in callbacks if overrides(callback, Callback, "state_dict")]
     if len(set(keys)) < len(keys):
         same = next(key for key in keys if keys.count(key) > 1)
         raise RuntimeError(
-            f"Several callbacks have the state_key {same!r}, and a checkpoint keeps one state per key. Make it unique."
+            f"Several callbacks have the state_key {same!r}. Make the state_key of each callback unique."
         )
 
 
 def make_callbacks(trainer: Any, arguments: Mapping[str, Any], profiler: Any) -> list[Callback]:
-    """Return the passed callbacks and the callbacks that other arguments add. Added callbacks log nothing.
+    """Return the callbacks that were passed to a Trainer and those that its other arguments add.
 
-    Raises ConfigError for an object that is not a callback.
+    Raises ConfigError if a passed object is not a callback.
     """
     passed = arguments["callbacks"]
     callbacks: list[Callback] = list(passed) if isinstance(passed, list) else [passed]
     for callback in callbacks:
         if not isinstance(callback, Callback):
-            raise ConfigError(f"Trainer(callbacks=...): expected Callbacks, got {type(callback).__name__}.")
+            raise ConfigError(f"Trainer(callbacks=...): expected callbacks, got {type(callback).__name__}.")
     if any(isinstance(item, CheckpointCallback) for item in callbacks) and not arguments["enable_checkpointing"]:
-        raise ConfigError("Trainer(enable_checkpointing=False) has a ModelCheckpoint in callbacks. Remove one of them.")
+        raise ConfigError("enable_checkpointing=False conflicts with the ModelCheckpoint in callbacks. Remove one.")
     defaults: list[tuple[bool, type, Callable[[], Callback]]] = [
         (trainer.enable_progress_bar, ProgressDisplay, TQDMProgressBar),
         (trainer.enable_model_summary, SummaryOfLegato, ModelSummary),
@@ -51,7 +51,7 @@ def make_callbacks(trainer: Any, arguments: Mapping[str, Any], profiler: Any) ->
     callbacks += [] if trainer.max_time is None else [Timer(duration=trainer.max_time)]
     refuse_same_keys(callbacks)
     refuse_bars(callbacks, trainer.enable_progress_bar)
-    trainer.enable_checkpointing = False  # these write to Lightning's folders, so Legato's run directory is not needed
+    trainer.enable_checkpointing = False  # not needed, because these callbacks write to Lightning's folders
     callbacks.sort(key=lambda callback: (isinstance(callback, CheckpointCallback), not isinstance(callback, Finder)))
     trainer.profiler = add_profiler(profiler, callbacks)
     return callbacks

@@ -1,4 +1,4 @@
-"""EarlyStopping, with Lightning's arguments and attributes. It checks at the same times as Lightning's callback."""
+"""EarlyStopping, with Lightning's arguments and attributes. It checks when Lightning's callback does."""
 
 import logging
 import warnings
@@ -31,7 +31,7 @@ class EarlyStoppingReason(Enum):
 
 
 class EarlyStopping(early_stopping.EarlyStopping, Callback):
-    """Sets `trainer.should_stop` when the monitored metric has not improved in `patience` checks in a row."""
+    """Sets `trainer.should_stop` when the monitored metric has not improved in `patience` consecutive checks."""
 
     mode_dict: ClassVar[dict[str, Callable[..., Tensor]]] = {"min": torch.lt, "max": torch.gt}
     order_dict: ClassVar[dict[str, str]] = {"min": "<", "max": ">"}
@@ -51,7 +51,7 @@ class EarlyStopping(early_stopping.EarlyStopping, Callback):
         check_on_train_epoch_end: bool | None = None,
         log_rank_zero_only: bool = False,
     ) -> None:
-        super(early_stopping.EarlyStopping, self).__init__()  # for a class that a program mixes in
+        super(early_stopping.EarlyStopping, self).__init__()  # calls the constructor of a class that a program mixes in
         if mode not in self.mode_dict:
             raise ConfigError(f"EarlyStopping: mode must be 'min' or 'max', got {mode!r}.")
         self.monitor, self.mode, self.patience, self.verbose = monitor, mode, patience, verbose  # type: ignore[assignment]
@@ -68,7 +68,7 @@ class EarlyStopping(early_stopping.EarlyStopping, Callback):
 
     @property
     def monitor_op(self) -> Callable[..., Tensor]:
-        """The comparison that is true for an improvement."""
+        """The comparison that returns true if a value is an improvement."""
         return self.mode_dict[self.mode]
 
     # --- state ------------------------------------------------------------------------------------------------------
@@ -89,7 +89,7 @@ class EarlyStopping(early_stopping.EarlyStopping, Callback):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the state, including the patience."""
+        """Restore the state, including `patience`."""
         self.wait_count, self.stopped_epoch = state_dict["wait_count"], state_dict["stopped_epoch"]
         self.best_score, self.patience = state_dict["best_score"], state_dict["patience"]
         reason = state_dict.get("stopping_reason", EarlyStoppingReason.NOT_STOPPED.value)
@@ -98,15 +98,15 @@ class EarlyStopping(early_stopping.EarlyStopping, Callback):
 
     # --- when to check ----------------------------------------------------------------------------------------------
     def setup(self, trainer: "Trainer", task: "Task", stage: str) -> None:
-        """Choose to check at the end of epochs if each ends with exactly one validation, else after validations."""
+        """If validation runs exactly once per epoch, check at the end of epochs; otherwise, after each validation."""
         if self._check_on_train_epoch_end is None:
             self._check_on_train_epoch_end = trainer.val_check_interval == 1.0 and trainer.check_val_every_n_epoch == 1
 
     def on_train_start(self, trainer: "Trainer", task: "Task") -> None:
-        """Do nothing: a resumed run checks when the next check is scheduled."""
+        """Do nothing, because a resumed run waits for the next scheduled check."""
 
     def on_validation_start(self, trainer: "Trainer", task: "Task") -> None:
-        """Do nothing: the previous value is not needed."""
+        """Do nothing, because the previous value is not needed."""
 
     def on_validation_end(self, trainer: "Trainer", task: "Task") -> None:
         """Check after a validation."""
@@ -134,7 +134,7 @@ class EarlyStopping(early_stopping.EarlyStopping, Callback):
             self._log_info(trainer, reason, self.log_rank_zero_only)
 
     def _validate_condition_metric(self, logs: Mapping[str, Tensor]) -> bool:
-        """Return whether the metric was logged. Raises RuntimeError if it was not and `strict` is set."""
+        """Return whether the metric was logged. Raises RuntimeError if it was not logged and `strict` is True."""
         if self.monitor in logs:
             return True
         problem = (
@@ -148,7 +148,7 @@ class EarlyStopping(early_stopping.EarlyStopping, Callback):
         return False
 
     def _evaluate_stopping_criteria(self, current: Tensor) -> tuple[bool, str | None]:
-        """Evaluate a new value. Return whether to stop, and the reason."""
+        """Return whether a new value of the metric stops the run, and a message with the reason."""
         name, order, better, reasons = self.monitor, self.order_dict[self.mode], self.monitor_op, EarlyStoppingReason
         end = "Signaling Trainer to stop."
         if self.check_finite and not torch.isfinite(current):

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def data_of_run(trainer: Any) -> dict[str, Any]:
-    """Return the data of the current run in the form that a search accepts."""
+    """Return the data of the current run as keyword arguments for a search."""
     loaders = trainer.run.request_loaders
     if trainer.run.stage == "fit":
         data = {"train_dataloaders": loaders.get("train")}
@@ -25,8 +25,8 @@ def data_of_run(trainer: Any) -> dict[str, Any]:
 class Finder(Callback):
     """Base class for callbacks that search for a setting before a run starts.
 
-    If a subclass overrides the hook in which Lightning searches, the subclass decides when to search. A callback that
-    overrides the search method, or that `configure_callbacks` returns, searches in that hook.
+    If a subclass overrides the hook in which Lightning searches, that override determines when the search runs. If a
+    subclass overrides the search method, or if `configure_callbacks` returns the callback, the search runs in the hook.
     """
 
     HOOKS: ClassVar[dict[str, str]] = {"fit": "on_fit_start"}
@@ -35,7 +35,7 @@ class Finder(Callback):
     """Whether the callback has searched for the current run."""
 
     def searches_before(self, method: str) -> bool:
-        """Return whether to search before fit, validate, test or predict."""
+        """Return whether to search before the given Trainer method: fit, validate, test or predict."""
         owner = next(kind for kind in type(self).__mro__ if "SEARCH" in vars(kind))
         names = (self.HOOKS.get(method, ""), self.SEARCH)
         return all(hasattr(owner, name) and getattr(type(self), name) is getattr(owner, name) for name in names)
@@ -51,7 +51,7 @@ class Finder(Callback):
         if not done and trainer.world_size == 1:
             getattr(self, self.SEARCH)(trainer, pl_module)
         elif not done:
-            rank_zero_warn(f"{type(self).__name__} searches only on one process, and has not searched for this run.")
+            rank_zero_warn(f"{type(self).__name__} supports only one process, so it did not search in this run.")
 
     def on_fit_start(self, trainer: "Trainer", task: "Task") -> None:
         """Run the search."""
@@ -88,7 +88,7 @@ class LearningRateFinder(Finder):
         self.optimal_lr: Any = None
 
     def search(self, trainer: Any, model: Any, method: str, **data: Any) -> None:
-        """Run the sweep, and store the result as `optimal_lr`."""
+        """Run the sweep, and store the result in `optimal_lr`."""
         self.optimal_lr = Tuner(trainer).lr_find(model, **data, **self._options)
 
     def lr_find(self, trainer: Any, pl_module: Any) -> None:
@@ -136,7 +136,7 @@ class BatchSizeFinder(Finder):
         self.optimal_batch_size: int | None = init_val
 
     def search(self, trainer: Any, model: Any, method: str, **data: Any) -> None:
-        """Search, and store the result as `optimal_batch_size`."""
+        """Run the search, and store the result in `optimal_batch_size`."""
         self.optimal_batch_size = Tuner(trainer).scale_batch_size(model, method=method, **data, **self._options)
 
     def scale_batch_size(self, trainer: Any, pl_module: Any) -> None:
@@ -145,7 +145,7 @@ class BatchSizeFinder(Finder):
         make_loaders(trainer.run)
 
     def on_validation_start(self, trainer: "Trainer", task: "Task") -> None:
-        """Search, unless the validation is part of fit."""
+        """Run the search, unless the validation is part of fit."""
         if trainer.stage == "validate":
             self.search_once(trainer, task)
 

@@ -33,16 +33,16 @@ class Checkpoint(CheckpointCallback, Callback):
 
 
 class ModelCheckpoint(Checkpoint):
-    """Saves checkpoints whose names contain metrics, and keeps the best `save_top_k` according to `monitor`.
+    """Saves checkpoints whose names contain metrics. Keeps the `save_top_k` best checkpoints according to `monitor`.
 
     A checkpoint is a file in Lightning's format (`epoch=3-val_loss=0.12.ckpt`). Only files that this run wrote are
     removed. Subclasses may override the methods with a leading underscore, which have Lightning's names.
 
     Args:
-        dirpath: Folder to save to. None: `checkpoints` in the folder of the first logger.
+        dirpath: Folder for checkpoints. None: `checkpoints` in the first logger's folder.
         filename: Template for file names, such as "{epoch}-{val_loss:.2f}".
-        save_last: Also save the newest checkpoint as `last.ckpt` or, with "link", as a symbolic link of that name.
-        save_on_exception: Save when the run ends with an exception.
+        save_last: Also save the newest checkpoint as `last.ckpt`. "link": create a symbolic link with that name.
+        save_on_exception: Save a checkpoint when the run ends with an exception.
         auto_insert_metric_name: Replace `{epoch}` with `epoch=3` rather than `3`.
         enable_version_counter: If `name.ckpt` exists, write `name-v1.ckpt` instead of replacing it.
     """
@@ -76,8 +76,8 @@ class ModelCheckpoint(Checkpoint):
         super().__init__()
         if dirpath is not None and "://" in str(dirpath):
             raise UnsupportedError(
-                f"ModelCheckpoint(dirpath={str(dirpath)!r}): checkpoints must be on a file system. Mount the store as "
-                "a folder, or copy the files in on_train_end."
+                f"ModelCheckpoint(dirpath={str(dirpath)!r}): dirpath must be a local folder. Mount the store as a "
+                "folder, or copy the files in on_train_end."
             )
         self.monitor, self.verbose = monitor, verbose
         self.auto_insert_metric_name = auto_insert_metric_name
@@ -181,7 +181,7 @@ class ModelCheckpoint(Checkpoint):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the paths and scores. If the folder has changed, restore only the best checkpoint's path."""
+        """Restore the paths and scores. If `dirpath` has changed, restore only the path of the best checkpoint."""
         saved = state_dict.get("dirpath", self.dirpath)
         if self.dirpath is None:  # the run was in other processes, so this process has not resolved the folder
             self.dirpath = saved
@@ -203,7 +203,7 @@ class ModelCheckpoint(Checkpoint):
 
     # --- when to save -----------------------------------------------------------------------------------------------
     def setup(self, trainer: "Trainer", task: "Task", stage: str) -> None:
-        """Resolve the folder, and warn if it is not empty."""
+        """Determine the folder, and warn if it is not empty."""
         self.find_folder(trainer)
         self._has_validated = False
         if stage == "fit" and trainer.is_global_zero:
@@ -215,7 +215,7 @@ class ModelCheckpoint(Checkpoint):
             warnings.warn(f"Checkpoint directory {folder} exists and is not empty.", stacklevel=2)
 
     def find_folder(self, trainer: "Trainer") -> None:
-        """Set `dirpath` to the folder that rank 0 resolves, unless it is already set."""
+        """If `dirpath` is not set, set it to the folder that rank 0 determines."""
         if trainer.running:
             self.dirpath = trainer.broadcast(self.__resolve_ckpt_dir(trainer))
 
@@ -233,11 +233,11 @@ class ModelCheckpoint(Checkpoint):
         self._last_time_checked = time.monotonic()
 
     def on_train_batch_end(self, trainer: "Trainer", task: "Task", outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Save every n steps, or after the time interval."""
+        """Save every `every_n_train_steps` steps or after `train_time_interval`."""
         if self._is_accumulating(trainer) or self._should_skip_saving_checkpoint(trainer):
             return
         by_steps = self._every_n_train_steps >= 1 and trainer.global_step % self._every_n_train_steps == 0
-        # not `or`: the clock must be read after each batch, because the first reading starts it
+        # not `or`: the first reading starts the clock, so the clock must be read after each batch
         if not (by_steps | self._is_due_by_time(trainer)):
             return
         # read this step's values from the device only if a decision depends on them
@@ -251,7 +251,7 @@ class ModelCheckpoint(Checkpoint):
             self._save_last_checkpoint(trainer, candidates)
 
     def _is_accumulating(self, trainer: "Trainer") -> bool:
-        """Return whether an unfinished step has accumulated gradients, since a run could not resume from them."""
+        """Return whether an unfinished step has accumulated gradients, which checkpoints do not contain."""
         return trainer.training and trainer.metrics.step == trainer.global_step
 
     def _is_due_by_time(self, trainer: "Trainer") -> bool:
@@ -303,12 +303,12 @@ class ModelCheckpoint(Checkpoint):
             self._save_last_checkpoint(trainer, candidates)
 
     def on_train_end(self, trainer: "Trainer", task: "Task") -> None:
-        """Save `last.ckpt` if no checkpoint was saved."""
+        """Save `last.ckpt` if no checkpoint has been saved."""
         if self.save_last and not self._last_checkpoint_saved and not trainer.fast_dev_run:
             self._save_last_checkpoint(trainer, self._monitor_candidates(trainer))
 
     def on_exception(self, trainer: "Trainer", task: "Task", exception: BaseException) -> None:
-        """Save when the run ends with an exception, if `save_on_exception` is set."""
+        """If `save_on_exception` is True, save a checkpoint when the run ends with an exception."""
         if not self._should_save_on_exception(trainer):
             return
         candidates, self._error = self._monitor_candidates(trainer), exception
@@ -324,7 +324,7 @@ class ModelCheckpoint(Checkpoint):
         return self.save_on_exception and not idle and self._last_global_step_saved != trainer.global_step
 
     def save(self, trainer: "Trainer", always: bool = False) -> None:
-        """Save the state before the trainer ends a run that cannot continue."""
+        """Save the state of a run that cannot continue. Called before the trainer ends the run."""
         self.find_folder(trainer)
         if not trainer.fast_dev_run and self._last_global_step_saved != trainer.global_step:
             self._save_checkpoint(trainer, self.format_checkpoint_name(self._monitor_candidates(trainer)))
@@ -342,7 +342,7 @@ class ModelCheckpoint(Checkpoint):
 
     # --- what to save and to keep -----------------------------------------------------------------------------------
     def _monitor_candidates(self, trainer: Any) -> dict[str, Tensor]:
-        """Return the values for file names: the metrics, the epoch and the step."""
+        """Return the metrics, the epoch and the step. File names can contain these values."""
         metrics = {name: deepcopy(value) for name, value in trainer.newest_agreed().items()}
         for name, count in (("epoch", trainer.current_epoch), ("step", trainer.global_step)):
             logged = metrics.get(name)
@@ -382,7 +382,7 @@ class ModelCheckpoint(Checkpoint):
             self._remove_checkpoint(trainer, previous)
 
     def check_monitor_top_k(self, trainer: "Trainer", current: Tensor | None = None) -> bool:
-        """Return whether a score is among the best."""
+        """Return whether a score is one of the `save_top_k` best scores."""
         if current is None:
             return False
         if self.save_top_k == -1 or len(self.best_k_models) < self.save_top_k:
@@ -391,13 +391,13 @@ class ModelCheckpoint(Checkpoint):
         return bool(current < worst if self.mode == "min" else current > worst)
 
     def _update_best_and_save(self, current: Tensor, trainer: "Trainer", monitor_candidates: dict[str, Tensor]) -> None:
-        """Save a checkpoint that is among the best, and remove the one that is no longer among them."""
+        """Save a checkpoint that is among the best, and remove the checkpoint that it displaces."""
         count = len(self.best_k_models) + 1 if self.save_top_k == -1 else self.save_top_k
         surplus = None
         if len(self.best_k_models) == count and count > 0:
             surplus = self.kth_best_model_path
             self.best_k_models.pop(surplus)
-        # NaN counts as the worst value, so that any later value replaces it
+        # NaN is treated as the worst value, so that any later value replaces it
         if torch.isnan(current):
             current = torch.tensor(float("inf" if self.mode == "min" else "-inf"), device=current.device)
         path = self._get_metric_interpolated_filepath_name(monitor_candidates, trainer, surplus)
@@ -415,7 +415,7 @@ class ModelCheckpoint(Checkpoint):
                 float(self.best_model_score), path, count,
             )  # fmt: skip
         self._save_checkpoint(trainer, path)
-        # removed last, so that a failed save leaves the older checkpoint
+        # removed last, so that the older checkpoint still exists if a save fails
         if surplus and self._should_remove_checkpoint(trainer, surplus, path):
             self._remove_checkpoint(trainer, surplus)
 
@@ -451,7 +451,7 @@ class ModelCheckpoint(Checkpoint):
 
     @staticmethod
     def _link_checkpoint(trainer: "Trainer", filepath: str, linkpath: str) -> None:
-        """Create a symbolic link to a checkpoint. Replaces an existing link, or a checkpoint of this run."""
+        """Create a symbolic link to a checkpoint. Replaces a link or a checkpoint of this run at `linkpath`."""
         if trainer.is_global_zero and os.path.abspath(filepath) != os.path.abspath(linkpath):
             if os.path.islink(linkpath):
                 os.remove(linkpath)
@@ -461,14 +461,14 @@ class ModelCheckpoint(Checkpoint):
         trainer.strategy.collectives.barrier()
 
     def _should_remove_checkpoint(self, trainer: "Trainer", previous: str, current: str) -> bool:
-        """Return whether a checkpoint may be removed. False if it was just written or if the run resumed from it."""
+        """Return whether to remove a checkpoint. False if it was just written or if the run was resumed from it."""
         source = trainer.current_run.source
         if previous == current or (source is not None and Path(previous).absolute() == Path(source).absolute()):
             return False
         return Path(str(self.dirpath)).absolute() in Path(previous).absolute().parents
 
     def _remove_checkpoint(self, trainer: "Trainer", filepath: str) -> None:
-        """Remove one of this run's checkpoints, or a link to one."""
+        """Remove one of this run's checkpoints or a link to a checkpoint."""
         if not os.path.islink(filepath):
             trainer.saver.discard(Path(filepath))
         elif trainer.is_global_zero:
@@ -482,7 +482,7 @@ class ModelCheckpoint(Checkpoint):
         ver: int | None = None,
         prefix: str | None = None,
     ) -> str:
-        """Return the path of a checkpoint with these metrics; a missing metric counts as 0."""
+        """Return the path of a checkpoint with these metrics. Missing metrics are written as 0."""
         name = self._format_checkpoint_name(
             filename or self.filename, metrics, prefix=prefix, auto_insert_metric_name=self.auto_insert_metric_name
         )
@@ -510,7 +510,7 @@ class ModelCheckpoint(Checkpoint):
     def _get_metric_interpolated_filepath_name(
         self, monitor_candidates: dict[str, Tensor], trainer: "Trainer", del_filepath: str | None = None
     ) -> str:
-        """Return an unused path, or the path of the checkpoint to remove."""
+        """Return an unused path for a new checkpoint, or `del_filepath` if the checkpoint there will be replaced."""
         path, version = self.format_checkpoint_name(monitor_candidates), self.STARTING_VERSION
         while self._enable_version_counter and path != del_filepath and self.file_exists(path, trainer):
             path = self.format_checkpoint_name(monitor_candidates, ver=version)
@@ -529,7 +529,7 @@ class ModelCheckpoint(Checkpoint):
         return {str(path) for path in paths if path.suffix == self.FILE_EXTENSION and pattern.match(path.stem)}
 
     def to_yaml(self, filepath: str | Path | None = None) -> None:
-        """Write the best checkpoints' paths and scores to a file, `best_k_models.yaml` by default."""
+        """Write the paths and scores of the best checkpoints to a file (default: `best_k_models.yaml`)."""
         import yaml
 
         best = {path: float(value) for path, value in self.best_k_models.items()}

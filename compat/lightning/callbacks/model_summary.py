@@ -27,7 +27,7 @@ class ModelSummary(model_summary.ModelSummary, Callback):
         """Log the table on rank 0."""
         if not self._max_depth:
             return
-        # on every rank, because a sharded module needs all ranks to count its parameters
+        # on every rank, because counting the parameters of a sharded module requires all ranks
         summary = self._summary(trainer, task)
         if trainer.is_global_zero:
             self.summarize(
@@ -53,10 +53,10 @@ class ModelSummary(model_summary.ModelSummary, Callback):
         total_flops: int,
         **summarize_kwargs: Any,
     ) -> None:
-        """Log the table. Override this method to display it elsewhere."""
+        """Log the table. Override this method to display the table elsewhere."""
         totals = shown_totals(total_parameters, trainable_parameters, model_size, total_training_modes, total_flops)
         log.info("\n%s", format_summary(dict(summary_data), totals))
 
 
 class RichModelSummary(ModelSummary):
-    """Logs the same table as ModelSummary, for programs that use Lightning's rich version."""
+    """Logs the table of ModelSummary, for programs that use Lightning's rich version."""

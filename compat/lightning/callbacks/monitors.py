@@ -35,7 +35,7 @@ class LearningRateMonitor(learning_rate_monitor.LearningRateMonitor, Callback):
         self.lrs, self.last_momentum_values, self.last_weight_decay_values = {}, {}, {}
 
     def on_train_start(self, trainer: "Trainer", *args: Any, **kwargs: Any) -> None:
-        """Clear the values of the previous run. Raises MisconfigurationException without a logger."""
+        """Clear the values of the previous run. Raises MisconfigurationException if there is no logger."""
         if not trainer.loggers:
             raise ConfigError("Cannot use `LearningRateMonitor` callback with `Trainer` that has no logger.")
         if self.log_momentum and not any({"momentum", "betas"} & item.defaults.keys() for item in trainer.optimizers):
@@ -54,23 +54,23 @@ class LearningRateMonitor(learning_rate_monitor.LearningRateMonitor, Callback):
             self._log(trainer, step, self._rates(trainer, "step"))
 
     def on_train_epoch_start(self, trainer: "Trainer", *args: Any, **kwargs: Any) -> None:
-        """Log the learning rates of the epoch, unless a resume continues within it."""
+        """Log the learning rates of the epoch, unless a resumed run continues in the middle of it."""
         self._logged_step = -1
         if trainer.state.epoch_steps == 0:
             self._log(trainer, trainer.state.global_step, self._rates(trainer, "epoch"))
 
     def _rates(self, trainer: "Trainer", interval: str) -> dict[str, float]:
-        """Return the rates to log at an interval ("step" or "epoch") by name, on every rank."""
+        """Return the values to log at an interval ("step" or "epoch"), by name."""
         values: dict[str, float] = {}
         if self.logging_interval not in (None, interval):
             return values
         for name, optimizer, own_interval in self._optimizers(trainer):
             names = self._names(name, optimizer)
             for full in names:
-                # once there are several groups, the first group's list continues under its new name
+                # when a second group is added, the list of the first group continues under a new name
                 alone = full.removesuffix("/pg1")
                 self.lrs.setdefault(full, self.lrs.pop(alone, []) if alone != full else [])
-            # an optimizer without a scheduler is logged in both intervals
+            # an optimizer without a scheduler is logged at both intervals
             if self.logging_interval or own_interval in (interval, "any"):
                 values |= self._values_of(names, optimizer)
         # on every rank, as in Lightning
@@ -80,7 +80,8 @@ class LearningRateMonitor(learning_rate_monitor.LearningRateMonitor, Callback):
     def _optimizers(self, trainer: "Trainer") -> "Iterator[tuple[str, Optimizer, str]]":
         """Yield the name, optimizer and interval of each scheduler, then of each optimizer without a scheduler.
 
-        An optimizer with two schedulers has two names, numbered by class: lr-SGD and lr-SGD-1.
+        Names are numbered per optimizer class. If an SGD optimizer has two schedulers, their names are lr-SGD and
+        lr-SGD-1.
         """
         seen, kinds = set(), Counter[type]()
         configs = [config for config in trainer.lr_scheduler_configs if hasattr(config.scheduler, "optimizer")]
@@ -97,7 +98,7 @@ class LearningRateMonitor(learning_rate_monitor.LearningRateMonitor, Callback):
             yield name if count < 2 else f"{name}-{count - 1}", optimizer, interval
 
     def _values_of(self, names: list[str], optimizer: "Optimizer") -> dict[str, float]:
-        """Return the values of an optimizer by name, and store them."""
+        """Return the learning rate, momentum and weight decay of each parameter group by name, and store them."""
         values: dict[str, float] = {}
         for name, group in zip(names, optimizer.param_groups, strict=True):
             values[name] = float(group["lr"])
@@ -130,7 +131,7 @@ class Interval(LightningEnum):
 
 
 class Timer(timer.Timer, Callback):
-    """Sets `trainer.should_stop` when training has taken `duration`, and measures how long each stage takes."""
+    """Sets `trainer.should_stop` when training has run for `duration`, and measures the time of each stage."""
 
     def __init__(self, duration: Any = None, interval: Any = "step", verbose: bool = True) -> None:
         super().__init__(duration, interval, verbose)
@@ -144,15 +145,15 @@ class Timer(timer.Timer, Callback):
         return type(self).__qualname__
 
     def start_time(self, stage: str = "train") -> float | None:
-        """Return the start of a stage on the monotonic clock."""
+        """Return the time at which a stage started, on the monotonic clock."""
         return self._starts.get(RunningStage(stage).value)
 
     def end_time(self, stage: str = "train") -> float | None:
-        """Return the end of a stage on the monotonic clock."""
+        """Return the time at which a stage ended, on the monotonic clock."""
         return self._ends.get(RunningStage(stage).value)
 
     def time_elapsed(self, stage: str = "train") -> float:
-        """Return how long a stage has taken in seconds, including time before a resume."""
+        """Return the time that a stage has taken, in seconds. This includes the time before a resume."""
         start = self.start_time(stage)
         now = 0.0 if start is None else self._ends.get(stage, time.monotonic()) - start
         return now + self._earlier.get(stage, 0.0)
@@ -162,15 +163,15 @@ class Timer(timer.Timer, Callback):
         return None if self.duration is None else self.duration - self.time_elapsed(stage)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return how long each stage has taken, in seconds."""
+        """Return the time that each stage has taken, in seconds."""
         return {"time_elapsed": {stage: self.time_elapsed(stage) for stage in ("train", "validate", "test")}}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Add the time before the resume."""
+        """Restore the time measured before the resume."""
         self._earlier = dict(state_dict["time_elapsed"])
 
     def on_train_start(self, trainer: "Trainer", task: "Task") -> None:
-        """Start the clock, and stop immediately if no time is left."""
+        """Start the clock, and stop the run immediately if no time is left."""
         self._start("train")
         super().on_train_start(trainer, task)
 
@@ -195,7 +196,7 @@ class Timer(timer.Timer, Callback):
         self._ends["test"] = time.monotonic()
 
     def _start(self, stage: str) -> None:
-        """Start a stage's clock. Keep the time that the stage took in earlier runs."""
+        """Start the clock of a stage. The time of earlier runs of the stage is added to the total."""
         if stage in self._starts:
             self._earlier[stage] = self.time_elapsed(stage)
         self._ends.pop(stage, None)

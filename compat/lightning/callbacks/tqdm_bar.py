@@ -1,4 +1,4 @@
-"""TQDMProgressBar, drawn by tqdm. RichProgressBar is the same bar under another name."""
+"""TQDMProgressBar, a progress bar drawn by tqdm, and RichProgressBar, which draws the same bar."""
 
 import math
 import sys
@@ -22,19 +22,19 @@ SECONDS_WITHOUT_TERMINAL = 10.0
 
 
 class Tqdm(tqdm):  # type: ignore[type-arg]
-    """A tqdm bar whose numbers have constant width."""
+    """A tqdm bar with numbers of constant width."""
 
     monitor_interval = 0
     """0 disables tqdm's monitor thread, which would outlive the run."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        # tqdm's default lock is shared between processes, which costs a semaphore
+        # tqdm's default lock is shared between processes and requires a semaphore
         type(self).set_lock(threading.RLock())
         super().__init__(*args, **kwargs)
 
     @staticmethod
     def format_num(n: Any) -> str:
-        """Return a number padded with zeros, so that the bar keeps its width."""
+        """Return a number padded with zeros, so that the width of the bar does not change."""
         text = n if isinstance(n, str) else str(tqdm.format_num(n))
         if "e" in text or len(text) >= 5 or not any(sign.isdigit() for sign in text):
             return text
@@ -44,7 +44,7 @@ class Tqdm(tqdm):  # type: ignore[type-arg]
 
 
 def stage_bar(stage: str) -> Any:
-    """Return a property for the bar of a stage, which raises TypeError before the bar exists."""
+    """Return a property for the bar of a stage. Reading the property before the bar exists raises TypeError."""
 
     def get(self: Any) -> Any:
         bar = getattr(self, f"_{stage}_progress_bar")
@@ -59,16 +59,16 @@ def stage_bar(stage: str) -> Any:
 
 
 class TQDMProgressBar(ProgressBar):
-    """Shows a bar for the epoch and a bar for each evaluation on standard output, with tqdm.
+    """Uses tqdm to show a bar for each epoch and each evaluation on standard output.
 
-    The bar is redrawn at most ten times per second, or every ten seconds if standard output is not a terminal. The last
-    batch always redraws it. To change the bars, override `init_train_tqdm` and similar methods; to change the values,
-    override `get_metrics`.
+    The bar is redrawn at most ten times per second, or every ten seconds if standard output is not a terminal. It is
+    always redrawn after the last batch. To change the bars, override `init_train_tqdm` and similar methods. To change
+    the values shown, override `get_metrics`.
 
     Args:
         refresh_rate: Number of batches between updates. 0 disables the bar.
         process_position: Number of empty lines above the bars.
-        leave: Keep the bar of each epoch on the screen.
+        leave: Leave the bar of each epoch on the screen.
     """
 
     BAR_FORMAT = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_noinv_fmt}{postfix}]"
@@ -85,7 +85,7 @@ class TQDMProgressBar(ProgressBar):
 
     @staticmethod
     def _resolve_refresh_rate(refresh_rate: int) -> int:
-        """Return the number of batches between updates: at least TQDM_MINITERS; in Colab, 20 by default."""
+        """Return the number of batches between updates: 20 by default in Colab, otherwise at least TQDM_MINITERS."""
         if get_variable("COLAB_GPU") and refresh_rate == 1:
             return 20
         return max(int(get_variable("TQDM_MINITERS") or refresh_rate), refresh_rate)
@@ -159,7 +159,7 @@ class TQDMProgressBar(ProgressBar):
 
     # --- training; the second argument is optional where Lightning's bars ignore it ---------------------------------
     def on_sanity_check_start(self, trainer: "Trainer", pl_module: Any = None) -> None:
-        """Open the sanity check's bar as the validation bar."""
+        """Open the bar for the sanity check, which is stored as the validation bar."""
         self.val_progress_bar, self.train_progress_bar = self.init_sanity_tqdm(), Tqdm(disable=True)
 
     def on_sanity_check_end(self, trainer: "Trainer", pl_module: Any = None) -> None:
@@ -195,7 +195,7 @@ class TQDMProgressBar(ProgressBar):
 
     # --- evaluation -------------------------------------------------------------------------------------------------
     def on_validation_start(self, trainer: "Trainer", pl_module: Any) -> None:
-        """Open a bar, unless the sanity check's bar is open."""
+        """Open a bar, unless this is the sanity check, which already has a bar."""
         if not trainer.sanity_checking:
             self.val_progress_bar = self.init_validation_tqdm()
 
@@ -215,7 +215,7 @@ class TQDMProgressBar(ProgressBar):
         self._advance(self.val_progress_bar, batch_idx + 1)
 
     def on_validation_end(self, trainer: "Trainer", pl_module: Any) -> None:
-        """Close the bar, and show the values beside the training bar."""
+        """Close the bar, and show the values next to the training bar."""
         self._end(self.val_progress_bar)
         if trainer.stage == "fit":
             self._show(trainer, pl_module)
@@ -286,7 +286,7 @@ class TQDMProgressBar(ProgressBar):
         self.reset_dataloader_idx_tracker()
 
     def _show(self, trainer: "Trainer", pl_module: "Task") -> None:
-        """Show the latest values beside the training bar."""
+        """Show the latest values next to the training bar."""
         if self._train_progress_bar is not None and not self._train_progress_bar.disable:
             self._train_progress_bar.set_postfix(self.get_metrics(trainer, pl_module))
 
@@ -295,7 +295,7 @@ class TQDMProgressBar(ProgressBar):
         return self.is_enabled and (current % self.refresh_rate == 0 or current == total)
 
     def _draws(self, bar: Any, batches: int) -> bool:
-        """Advance a bar, and return whether to redraw it. This depends on `refresh_rate` and on the time."""
+        """Return whether to redraw a bar, based on `refresh_rate` and the time. If so, advance the bar."""
         if bar.disable or not self._should_update(batches, bar.total):
             return False
         rest = SECONDS_BETWEEN_DRAWINGS if sys.stdout.isatty() else SECONDS_WITHOUT_TERMINAL
@@ -306,7 +306,7 @@ class TQDMProgressBar(ProgressBar):
         return True
 
     def print(self, *args: Any, sep: str = " ", **kwargs: Any) -> None:
-        """Print above the current bar, or directly if there is none. Prints nothing if bars are disabled."""
+        """Print above the current bar, or directly if no bar is shown. If bars are disabled, print nothing."""
         bars = self._train_progress_bar, self._val_progress_bar, self._test_progress_bar, self._predict_progress_bar
         shown = next((bar for bar in bars if bar is not None and not bar.disable), None)
         if shown is None and self.is_enabled:
@@ -317,7 +317,7 @@ class TQDMProgressBar(ProgressBar):
 
 @dataclass
 class RichProgressBarTheme:
-    """Styles of Lightning's rich bar, which are accepted but ignored."""
+    """Styles of Lightning's rich bar. They are accepted but ignored."""
 
     description: Any = ""
     progress_bar: Any = "#6206E0"
@@ -332,7 +332,7 @@ class RichProgressBarTheme:
 
 
 class RichProgressBar(TQDMProgressBar):
-    """The tqdm bar with the arguments of Lightning's rich bar. Raises UnsupportedError for custom columns."""
+    """A tqdm bar with the arguments of Lightning's rich bar. Custom columns raise UnsupportedError."""
 
     def __init__(
         self,
@@ -341,7 +341,7 @@ class RichProgressBar(TQDMProgressBar):
         theme: RichProgressBarTheme | None = None,
         console_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        way_out = "tqdm draws the bar. Override get_metrics to change its values, or init_train_tqdm to change the bar."
+        way_out = "tqdm draws the bar. Override get_metrics to change the values, or init_train_tqdm to change the bar."
         refuse_overrides(self, ("configure_columns", "_init_progress"), way_out)
-        super().__init__(int(refresh_rate > 0), leave=leave)  # rich's rate is in updates per second
+        super().__init__(int(refresh_rate > 0), leave=leave)  # rich counts updates per second
         self.theme = RichProgressBarTheme() if theme is None else theme

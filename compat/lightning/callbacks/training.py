@@ -27,15 +27,15 @@ if TYPE_CHECKING:
 
 
 class BaseFinetuning(finetuning.BaseFinetuning, Callback):
-    """Freezes layers before training, and unfreezes them at the start of epochs."""
+    """Freezes layers before training and unfreezes them at the start of given epochs."""
 
     def setup(self, trainer: "Trainer", task: "Task", stage: str) -> None:
-        """Freeze the layers, even for an evaluation."""
+        """Freeze the layers, even before an evaluation."""
         super().setup(trainer, task, stage)
         if stage != "fit":
             self.freeze_before_training(task)
 
-    # private in Lightning; programs call it to unfreeze within an epoch. Checkpoints store the groups in any case.
+    # private in Lightning; programs call it when they unfreeze within an epoch. Checkpoints always store the groups.
     def _store(self, pl_module: Any, opt_idx: int, num_param_groups: int, current_param_groups: list[Any]) -> None:
         pass
 
@@ -45,7 +45,7 @@ class BackboneFinetuning(finetuning.BackboneFinetuning, BaseFinetuning):
 
 
 def logs_stats(hook: str) -> Any:
-    """Return a DeviceStatsMonitor hook that logs the current statistics."""
+    """Return the DeviceStatsMonitor hook with this name, which logs the current statistics."""
 
     def log_stats(monitor: "DeviceStatsMonitor", trainer: "Trainer", *positional: Any, **named: Any) -> None:
         monitor._get_and_log_device_stats(trainer, hook)
@@ -54,7 +54,7 @@ def logs_stats(hook: str) -> Any:
 
 
 class DeviceStatsMonitor(device_stats_monitor.DeviceStatsMonitor, Callback):
-    """Logs device memory and CPU statistics before and after each batch at a logging point."""
+    """At logging points, logs device memory and CPU statistics before and after the batch."""
 
     on_train_batch_start, on_train_batch_end = map(logs_stats, ("on_train_batch_start", "on_train_batch_end"))
     on_validation_batch_start, on_validation_batch_end = map(
@@ -64,7 +64,7 @@ class DeviceStatsMonitor(device_stats_monitor.DeviceStatsMonitor, Callback):
 
     # private in Lightning; programs replace it
     def _get_and_log_device_stats(self, trainer: Any, key: str) -> None:
-        """Log rank 0's statistics under the name of a hook."""
+        """Log the statistics of rank 0 under the name of a hook."""
         if not trainer._logger_connector.should_update_logs or not trainer.is_global_zero:
             return
         prefix, step = f"{type(self).__qualname__}.{key}", trainer.fit_loop.epoch_loop._batches_that_stepped
@@ -75,7 +75,7 @@ class DeviceStatsMonitor(device_stats_monitor.DeviceStatsMonitor, Callback):
 
 
 class GradientAccumulationScheduler(gradient_accumulation_scheduler.GradientAccumulationScheduler, Callback):
-    """Accumulates gradients over the number of batches that `scheduling` sets for the epoch."""
+    """Accumulates gradients over the number of batches that `scheduling` specifies for the epoch."""
 
     def __init__(self, scheduling: dict[int, int]) -> None:
         if not scheduling:
@@ -85,7 +85,7 @@ class GradientAccumulationScheduler(gradient_accumulation_scheduler.GradientAccu
         super().__init__(scheduling)
 
     def on_train_start(self, trainer: "Trainer", task: "Task") -> None:
-        """Warn if the module overrides optimizer_step, since it would not be called for every batch."""
+        """Warn if the module overrides optimizer_step, because accumulation calls it once per step, not per batch."""
         if self.going_to_accumulate_grad_batches() and overrides(task, Task, "optimizer_step"):
             rank_zero_warn(f"{type(task).__name__}.optimizer_step is called once per step, not once per batch.")
 
@@ -95,7 +95,7 @@ class LambdaCallback(lambda_callback.LambdaCallback, Callback):
 
 
 class OnExceptionCheckpoint(on_exception.OnExceptionCheckpoint, Checkpoint):
-    """Saves the last completed step when the run ends with an exception."""
+    """Saves a checkpoint of the last completed step when the run ends with an exception."""
 
     FILE_EXTENSION = ".ckpt"
 
@@ -124,14 +124,14 @@ class WriteInterval(LightningEnum):
 
 
 class BasePredictionWriter(prediction_writer.PredictionWriter, Callback):
-    """Writes the outputs of predict_step, separately in each process."""
+    """Writes the outputs of predict_step. Each process writes its own outputs."""
 
     def __init__(self, write_interval: Literal["batch", "epoch", "batch_and_epoch"] = "batch") -> None:
         super().__init__(write_interval)
         self.interval = WriteInterval(write_interval)  # type: ignore[assignment]
 
     def kept_for_epoch(self) -> tuple[list[list[Any]], list[list[Any]]]:
-        """Return the predictions so far and their dataset indices, with one list per loader."""
+        """Return the predictions so far and their dataset indices, each as one list per loader."""
         return self._predictions, self._indices
 
 
@@ -144,7 +144,7 @@ class ThroughputMonitor(throughput_monitor.ThroughputMonitor, Callback):
         if length_fn is not None or kwargs:
             named: Sequence[str] = [*(["length_fn"] if length_fn is not None else []), *kwargs]
             raise UnsupportedError(
-                f"ThroughputMonitor({', '.join(named)}) is not supported: Legato counts samples and steps. To log "
-                "other items, call self.log in training_step."
+                f"ThroughputMonitor({', '.join(named)}) is not supported. ThroughputMonitor counts samples and steps. "
+                "To log other counts, call self.log in training_step."
             )
         super().__init__()

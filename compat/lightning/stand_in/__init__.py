@@ -1,6 +1,6 @@
 """The folder that `install()` puts at the front of the import path, so that `import lightning` imports Legato.
 
-The folder contains packages named `lightning`, `pytorch_lightning` and `lightning_fabric`. When such a package is
+The folder contains packages named `lightning`, `pytorch_lightning` and `lightning_fabric`. When one of them is
 imported, it registers the modules of `legato.compat.lightning` under its name.
 """
 
@@ -17,7 +17,7 @@ STANDS_FOR = {"lightning": ROOT, "pytorch_lightning": f"{ROOT}.pytorch", "lightn
 
 
 def register_name(top: str) -> None:
-    """Register the modules of Legato's tree in sys.modules under Lightning's names below `top`."""
+    """Register Legato's modules in sys.modules under Lightning's names below `top`."""
     trees = [f"{ROOT}.pytorch", f"{ROOT}.fabric"]
     for tree in trees:
         import_module(tree)
@@ -29,7 +29,7 @@ def register_name(top: str) -> None:
 
 
 def install() -> None:
-    """Make `lightning`, `pytorch_lightning` and `lightning_fabric` import this package, even in child processes.
+    """Make `lightning`, `pytorch_lightning` and `lightning_fabric` import this package, also in child processes.
 
     Raises ConfigError if Lightning itself has already been imported.
     """
@@ -37,7 +37,7 @@ def install() -> None:
         module = sys.modules.get(top)
         if module is not None and module.__name__ != real:
             raise ConfigError(
-                f"{top} is already imported, from {getattr(module, '__file__', None)}. Call "
+                f"{top} is already imported from {getattr(module, '__file__', None)}. Call "
                 f"legato.compat.lightning.install() before the first import of {top}."
             )
     if FOLDER not in sys.path:

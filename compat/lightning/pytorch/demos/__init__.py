@@ -1,4 +1,4 @@
-"""Lightning's demos, which are read from the installed Lightning package, if there is one."""
+"""Lightning's demos, imported from the Lightning package if it is installed."""
 
 import sys
 from importlib.machinery import PathFinder
