@@ -274,9 +274,9 @@ class PydocText(lg.DataModule):
         """Load windows that do not overlap."""
         return self._loader("val")
 
-    def _loader(self, part: str, shuffle: bool = False) -> DataLoader[Any]:
+    def _loader(self, split: str, shuffle: bool = False) -> DataLoader[Any]:
         size, workers = self.hparams.batch_size, self.hparams.num_workers
-        return DataLoader(self.parts[part], size, shuffle=shuffle, num_workers=workers)
+        return DataLoader(self.parts[split], size, shuffle=shuffle, num_workers=workers)
 
 
 class Windows(Dataset[Batch]):

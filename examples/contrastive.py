@@ -35,9 +35,9 @@ class Contrastive(lg.Task):
         first, second = self.view(images), self.view(images)
         everyone = self.all_gather(torch.stack([first, second]), sync_grads=True)  # (ranks, 2, n, features)
         firsts, seconds = everyone.transpose(0, 1).flatten(1, 2)
-        own = torch.arange(len(images), device=self.device) + self.global_rank * len(images)
+        positives = torch.arange(len(images), device=self.device) + self.global_rank * len(images)
         logits = torch.cat([first @ seconds.T, second @ firsts.T]) / self.hparams.temperature
-        loss = F.cross_entropy(logits, own.repeat(2))
+        loss = F.cross_entropy(logits, positives.repeat(2))
         self.log("train/loss", loss, prog_bar=True)
         self.log("train/negatives", float(len(firsts) - 1))
         return loss

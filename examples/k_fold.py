@@ -42,7 +42,7 @@ def cross_validate(folds: int = 5, epochs: int = 15) -> list[float]:
     features, labels = load_wine(return_X_y=True)
     data = TensorDataset(torch.as_tensor(features, dtype=torch.float32), torch.as_tensor(labels))
     order = torch.randperm(len(data), generator=torch.Generator().manual_seed(0))
-    found = []
+    scores = []
     for fold, held_out in enumerate(order.chunk(folds)):
         rest = [index for index in order.tolist() if index not in set(held_out.tolist())]
         lg.seed_everything(fold, verbose=False)  # the weights that a fold begins with
@@ -57,9 +57,9 @@ def cross_validate(folds: int = 5, epochs: int = 15) -> list[float]:
         )
         loaders = DataLoader(Subset(data, rest), 16, shuffle=True), DataLoader(Subset(data, held_out.tolist()), 64)
         trainer.fit(Wine(), *loaders, resume="auto")
-        found.append(float(trainer.callback_metrics["val/acc"]))
-        print(f"fold {fold}: val/acc {found[-1]:.3f}")
-    return found
+        scores.append(float(trainer.callback_metrics["val/acc"]))
+        print(f"fold {fold}: val/acc {scores[-1]:.3f}")
+    return scores
 
 
 if __name__ == "__main__":

@@ -35,9 +35,9 @@ class MaskedAutoencoder(lg.Task):
         """Return all patches (n, PATCHES, pixels), drawn from the first `seen` of each image's `order` (n, PATCHES)."""
         seen = order[:, : self.hparams.seen]
         tokens = self.into(pick(patches, seen)) + self.places[seen]
-        whole = self.blank.expand(len(patches), PATCHES, -1).clone()
-        whole = whole.scatter(1, seen.unsqueeze(2).expand(-1, -1, tokens.shape[2]), self.encoder(tokens))
-        return self.out(self.decoder(whole + self.places))
+        sequence = self.blank.expand(len(patches), PATCHES, -1).clone()
+        sequence = sequence.scatter(1, seen.unsqueeze(2).expand(-1, -1, tokens.shape[2]), self.encoder(tokens))
+        return self.out(self.decoder(sequence + self.places))
 
     def step(self, batch):
         """Return the loss on the hidden patches, and the patches drawn (n, PATCHES, pixels)."""

@@ -75,7 +75,7 @@ def digest_of(tensor: torch.Tensor) -> str:
     return digest.hexdigest()
 
 
-def first_difference(one: StudiedRun, other: StudiedRun) -> Iterator[str]:
+def first_difference(first_run: StudiedRun, second_run: StudiedRun) -> Iterator[str]:
     """Yield lines that describe the first difference between two runs.
 
     The function bisects the steps at which both runs have a checkpoint. It then recomputes only the steps between the
@@ -83,11 +83,11 @@ def first_difference(one: StudiedRun, other: StudiedRun) -> Iterator[str]:
 
     Raises ConfigError if a run has no completed step, and CheckpointError if a checkpoint is damaged.
     """
-    last = min(one.last_step, other.last_step)
+    last = min(first_run.last_step, second_run.last_step)
     if last < 1:
         raise ConfigError("--bits compares the steps of two runs, but one of them has not completed a step yet.")
     # each comparison reads two complete checkpoints, so compare only log2(n) of them
-    ours, theirs = ({record.step: record for record in history.checkpoints} for history in (one, other))
+    ours, theirs = ({record.step: record for record in history.checkpoints} for history in (first_run, second_run))
     shared = sorted(step for step in ours.keys() & theirs.keys() if step <= last)
     count = bisect_left(shared, True, key=lambda step: not is_same(ours[step], theirs[step]))
     # bisection assumes that runs stay different once they differ
@@ -97,7 +97,7 @@ def first_difference(one: StudiedRun, other: StudiedRun) -> Iterator[str]:
         yield f"The checkpoints are bitwise identical up to step {last:,}."
         return
     steps, notes = list[dict[int, Any]](), list[str]()
-    for history in (one, other):
+    for history in (first_run, second_run):
         with watched(history, (begin + 1, end), TensorDigests(begin + 1)) as replayed:
             # the code may have changed since the run
             if not replayed.holds:
@@ -114,7 +114,7 @@ def first_difference(one: StudiedRun, other: StudiedRun) -> Iterator[str]:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             yield f"  {kind:<10}{names[0] + more if names else 'the same'}"
         texts = []
-        for history in (one, other):
+        for history in (first_run, second_run):
             with watched(history, (first, first), Operations(first)) as replayed:
                 texts.append(read_operations(replayed.directory))
         yield from different_operation(texts)
@@ -128,9 +128,9 @@ def watched(history: StudiedRun, steps: tuple[int, int], watcher: Callback) -> I
         yield replay_steps(history, history.make(*steps)(), steps, Path(folder), [watcher, StopAfterStep(steps[1])])
 
 
-def is_same(one: CheckpointRecord, other: CheckpointRecord) -> bool:
+def is_same(our_record: CheckpointRecord, their_record: CheckpointRecord) -> bool:
     """Return whether two checkpoints hold the same weights and optimizer states."""
-    contents = (reading.read_checkpoint(record.path) for record in (one, other))
+    contents = (reading.read_checkpoint(record.path) for record in (our_record, their_record))
     first, second = (leaves({key: each[key] for key in ("state_dict", "optimizer_states")}) for each in contents)
     return first == second
 

@@ -97,9 +97,9 @@ class Microscope(MonitoringCallback):
         import torch
 
         def look(module: "nn.Module", inputs: Any, output: Any) -> None:
-            found = output[0] if isinstance(output, (tuple, list)) and output else output
-            if trainer.training and hasattr(found, "is_floating_point") and found.is_floating_point():
-                self._moments.setdefault(name, []).append(moments(found.detach()))
+            tensor = output[0] if isinstance(output, (tuple, list)) and output else output
+            if trainer.training and hasattr(tensor, "is_floating_point") and tensor.is_floating_point():
+                self._moments.setdefault(name, []).append(moments(tensor.detach()))
 
         # in a compiled task this runs outside its graphs, since it appends to a Python list
         return torch.compiler.disable(look)

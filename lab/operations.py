@@ -151,18 +151,18 @@ def different_operation(texts: Sequence[str]) -> Iterator[str]:
     if not differing:
         yield "No operation in this step differs."
         return
-    one, other = min(differing, key=lambda pair: min(side["number"] for side in pair if side))
-    at = one or other
+    first, second = min(differing, key=lambda pair: min(side["number"] for side in pair if side))
+    at = first or second
     where = "" if at["phase"] == "update" else f" of replica {at['replica']}, batch {at['batch']:,}"
     yield f"The first operation that differs is in the {at['phase']}{where}, on rank {at['rank']}:"
-    if one is None or other is None or one["operation"] != other["operation"]:
+    if first is None or second is None or first["operation"] != second["operation"]:
         yield "  From here on, the two runs perform different operations."
-    elif one["input_hash"] == other["input_hash"]:
+    elif first["input_hash"] == second["input_hash"]:
         yield "  Its inputs are equal but its output differs: this operation causes the difference."
     else:
         yield "  Its inputs differ, but all earlier operations match: a batch, a weight or a number is different."
     for key in ("module", "operation", "line", "inputs", "input_hash", "outputs", "output_hash"):
-        values = ["nothing" if side is None else _shown(side[key]) for side in (one, other)]
+        values = ["nothing" if side is None else _shown(side[key]) for side in (first, second)]
         yield f"  {key.replace('_', ' '):<12}{' | '.join(dict.fromkeys(values))}"
 
 

@@ -60,5 +60,5 @@ def code_differences(directory: Path, git: Mapping[str, Any]) -> Iterator[str]:
 
 def by_file(diff: bytes) -> dict[str, bytes]:
     """Split a diff by file name."""
-    parts = (part.partition(b" b/") for part in diff.split(b"diff --git a/")[1:])
+    parts = (section.partition(b" b/") for section in diff.split(b"diff --git a/")[1:])
     return {name.decode(errors="replace"): rest for name, _, rest in parts}

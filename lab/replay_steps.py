@@ -97,8 +97,8 @@ class Replayed:
             for name in (name for name in names if was[name] != point[name]):
                 self.differing += 1
                 self.largest = max(self.largest, relative_difference(float(was[name]), float(point[name])))
-                both = f"{was[name]!r} in the run, {point[name]!r} now"
-                self.first_difference = self.first_difference or f"{name!r} of step {step}: {both}"
+                values = f"{was[name]!r} in the run, {point[name]!r} now"
+                self.first_difference = self.first_difference or f"{name!r} of step {step}: {values}"
 
     @property
     def first(self) -> int:
@@ -124,8 +124,8 @@ class Replayed:
         if self.holds:
             rounding = f"largest relative difference {self.largest:.1e}; {self.why}"
             return f"Proof       {compared} in metrics.jsonl are equal up to rounding ({rounding})"
-        told = f"the first that differs is {self.first_difference}"
-        return f"{self.differing} of {compared} differ by up to {self.largest:.1e}; {told}"
+        difference = f"the first that differs is {self.first_difference}"
+        return f"{self.differing} of {compared} differ by up to {self.largest:.1e}; {difference}"
 
     def conclude(self) -> None:
         """Print the proof. Raises LegatoError if the replay does not match the run."""
@@ -144,12 +144,12 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def relative_difference(one: float, other: float) -> float:
+def relative_difference(first: float, second: float) -> float:
     """Return |one - other| / max(|one|, |other|), or infinity if either is not finite."""
-    if not (math.isfinite(one) and math.isfinite(other)):
+    if not (math.isfinite(first) and math.isfinite(second)):
         return math.inf
     # 1e-8: below it, differences are rounding; and two zeros must not divide by zero
-    return abs(one - other) / max(abs(one), abs(other), 1e-8)
+    return abs(first - second) / max(abs(first), abs(second), 1e-8)
 
 
 def check_steps(first: int, last: int) -> None:

@@ -196,11 +196,11 @@ class SpikeWatch(Callback):
         return middle + self.factor * max(spread, LEAST_SPREAD * abs(middle))
 
     def _tell(self, trainer: "Trainer", record: dict[str, float], limits: dict[str, float], then: str) -> None:
-        told = ", ".join(f"{name} {record[name]:.6g} (limit {limit:.6g})" for name, limit in limits.items())
+        values = ", ".join(f"{name} {record[name]:.6g} (limit {limit:.6g})" for name, limit in limits.items())
         doing = "The update is skipped" if then == "skip" else "The update is applied"
         step = record["step"]
         log.warning(
-            "Step %d is a spike: %s. %s. Find the sample: legato samples RUN step=%d --blame", step, told, doing, step
+            "Step %d is a spike: %s. %s. Find the sample: legato samples RUN step=%d --blame", step, values, doing, step
         )
         if trainer.run_dir is not None:
             # writing() names the path in errors such as a full disk or a deleted folder

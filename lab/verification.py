@@ -291,8 +291,8 @@ def points_in(directory: Path) -> dict[int, dict[str, Any]]:
     return {point["step"]: {name: value for name, value in point.items() if name != "time"} for point in points}
 
 
-def distance(weights: Mapping[str, Any], others: Mapping[str, Any]) -> float:
+def distance(weights: Mapping[str, Any], reference: Mapping[str, Any]) -> float:
     """Return the norm of the difference between two models' weights, relative to the norm of the first model's."""
-    pairs = [(value.double(), others[name].double()) for name, value in weights.items() if torch.is_tensor(value)]
+    pairs = [(value.double(), reference[name].double()) for name, value in weights.items() if torch.is_tensor(value)]
     apart, size = (sum(float((a - sign * b).square().sum()) for a, b in pairs) for sign in (1, 0))
     return float((apart / (size or 1.0)) ** 0.5)

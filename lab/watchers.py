@@ -38,8 +38,8 @@ class SameData(Callback):
 
     def on_train_start(self, trainer: "Trainer", task: "Task") -> None:
         """Compare the environment and the data."""
-        if trainer.is_global_zero and (other := changed_values(self.environment, environment())):
-            log.warning("The environment differs from the run's: %s. Bits may differ.", other)
+        if trainer.is_global_zero and (changes := changed_values(self.environment, environment())):
+            log.warning("The environment differs from the run's: %s. Bits may differ.", changes)
         changed = trainer.current_run.training_data.changed_content(self.content) if trainer.is_global_zero else []
         if changed:
             names = " ".join(["", *filter(None, changed)])

@@ -205,7 +205,9 @@ class Model(lg.Task):
         if self.case.kind == "transformer":
             columns, rows = ("attention.query_key_value", "perceptron.out_of_stream"), ("into_stream",)
             plan = {f"blocks.*.{name}": "column" for name in columns}
-            return plan | {f"blocks.*.{part}.{name}": "row" for name in rows for part in ("attention", "perceptron")}
+            return plan | {
+                f"blocks.*.{module}.{name}": "row" for name in rows for module in ("attention", "perceptron")
+            }
         return {"blocks.*.inner": "column", "blocks.*.outer": "row"}
 
     def forward(self, stream: Tensor) -> Tensor:
@@ -274,8 +276,8 @@ def make_loader(case: Case, batch_size: int, workers: int) -> Any:
         return DataLoader(samples, batch_size, sampler=sampler)
     first = DataLoader(samples, batch_size, shuffle=True, num_workers=workers)
     if case.option == "two loaders":
-        other = DataLoader(Samples(kind, 15, noise=not case.is_plain), batch_size, shuffle=True)
-        return lg.CombinedLoader({"a": first, "b": other}, mode="max_size_cycle")
+        second = DataLoader(Samples(kind, 15, noise=not case.is_plain), batch_size, shuffle=True)
+        return lg.CombinedLoader({"a": first, "b": second}, mode="max_size_cycle")
     return first
 
 
@@ -313,7 +315,7 @@ def fit(
     task = Model(case)
     task.killed = root / "killed" if kill else None
     chosen = dict(OPTIONS[case.option])
-    present = [name for name in ("Layer", "Block") if any(type(part).__name__ == name for part in task.modules())]
+    present = [name for name in ("Layer", "Block") if any(type(module).__name__ == name for module in task.modules())]
     if "activation_checkpointing" in chosen:
         chosen["activation_checkpointing"] = present
     if "compile" in chosen:

@@ -194,12 +194,15 @@ def compare(ours: Contents, theirs: Contents) -> Iterator[tuple[float, str]]:
             kind = _kind(name)
             scales[kind] = max(scales.get(kind, 0.0), float(theirs[name].double().abs().nan_to_num().max()))
     for name in shared:
-        one, other = ours[name], theirs[name]
-        if one.dtype != other.dtype or one.shape != other.shape:
-            yield float("inf"), f"{name} ({one.dtype} {tuple(one.shape)}, {other.dtype} {tuple(other.shape)})"
-        elif not torch.equal(_bytes(one), _bytes(other)):
-            size = max(float(other.double().abs().max()), 1e-2 * scales[_kind(name)], 1e-300)
-            difference = float((one.double() - other.double()).abs().max()) / size
+        result, reference = ours[name], theirs[name]
+        if result.dtype != reference.dtype or result.shape != reference.shape:
+            yield (
+                float("inf"),
+                f"{name} ({result.dtype} {tuple(result.shape)}, {reference.dtype} {tuple(reference.shape)})",
+            )
+        elif not torch.equal(_bytes(result), _bytes(reference)):
+            size = max(float(reference.double().abs().max()), 1e-2 * scales[_kind(name)], 1e-300)
+            difference = float((result.double() - reference.double()).abs().max()) / size
             yield (float("inf") if difference != difference else difference), name
 
 

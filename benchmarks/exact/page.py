@@ -76,8 +76,8 @@ def strategies(results: Results) -> str:
             {row: result for row, result in here.items() if row.reproducible == word} for word in ("order", "bitwise")
         )
         ran = [result for result in bitwise.values() if result.verdict == "exact"]
-        said = next((result.text for result in bitwise.values() if result.verdict == "refused"), "")
-        why = "; ".join(filter(None, (reasons(order.values()), "" if ran else said)))
+        message = next((result.text for result in bitwise.values() if result.verdict == "refused"), "")
+        why = "; ".join(filter(None, (reasons(order.values()), "" if ran else message)))
         lines.append(
             [
                 f"`{name}`",
@@ -101,12 +101,12 @@ def refusals(results: Results) -> str:
     """Return a table of refused combinations and their messages."""
     lines = []
     for refusal in REFUSED:
-        said = dict.fromkeys(
+        messages = dict.fromkeys(
             result.text
             for row, result in results.items()
             if result.verdict == "refused" and excludes(refusal, asdict(row))
         )
-        lines.append([name_refusal(refusal), next(iter(said), "not refused")])
+        lines.append([name_refusal(refusal), next(iter(messages), "not refused")])
     return table(["combination", "message"], *lines)
 
 

@@ -225,10 +225,10 @@ def is_refused(values: Mapping[str, str]) -> bool:
 def next_strategy(row: Row) -> str | None:
     """Return the strategy under which a row resumes that changes it; None if no other supports the row."""
     begin = GOES_ON.index(row.strategy) + 1 if row.strategy in GOES_ON else len(row.strategy)
-    others = [GOES_ON[(begin + place) % len(GOES_ON)] for place in range(len(GOES_ON))]
+    candidates = [GOES_ON[(begin + place) % len(GOES_ON)] for place in range(len(GOES_ON))]
     if has_shards(row):
         return "shard x tensor"
-    for name in others:
+    for name in candidates:
         if row.reproducible == "bitwise" and name == "tensor":
             continue  # a run cannot get shards at a resume
         moved = replace(row, strategy=name, disturbance="none")
@@ -255,10 +255,10 @@ def covering_rows() -> list[Row]:
     """Return rows that contain each pair of values of two columns that is not refused."""
     generator = random.Random(SEED)
     pairs = [
-        ((one, this), (other, that))
-        for one, other in combinations(COLUMNS, 2)
-        for this, that in product(COLUMNS[one], COLUMNS[other])
-        if not is_refused({one: this, other: that})
+        ((first, this), (second, that))
+        for first, second in combinations(COLUMNS, 2)
+        for this, that in product(COLUMNS[first], COLUMNS[second])
+        if not is_refused({first: this, second: that})
     ]
     generator.shuffle(pairs)
     missing, rows = dict.fromkeys(map(frozenset, pairs)), list[Row]()
