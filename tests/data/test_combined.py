@@ -62,16 +62,16 @@ def flat(batch):
 
 def steps_of(loader, epoch, replicas, processes, accumulate, start=0, limit=1.0, kind=DealtData):
     """For each step from `start` on: its samples, its rounds and the batch of each replica and round."""
-    found = []
+    steps = []
     for process in range(processes):
         data = kind(loader, Dealing(Layout(replicas, processes), process, accumulate, seed=5), limit)
         for index, step in enumerate(data.epoch(epoch, start)):
-            if index == len(found):
-                found.append((step.samples, step.rounds, {}))
-            assert found[index][:2] == (step.samples, step.rounds)
+            if index == len(steps):
+                steps.append((step.samples, step.rounds, {}))
+            assert steps[index][:2] == (step.samples, step.rounds)
             for item in step.batches:
-                found[index][2][item.replica, item.batch_idx] = item.samples, flat(item.batch)
-    return found
+                steps[index][2][item.replica, item.batch_idx] = item.samples, flat(item.batch)
+    return steps
 
 
 # --- what stands where ------------------------------------------------------------------------------------------------
@@ -95,27 +95,27 @@ def test_the_same_steps_on_any_number_of_processes_and_from_any_position(
     lengths, batch_sizes = zip(*loaders, strict=True)
     drop_last &= all(length >= size for length, size in loaders)
     loader = lg.CombinedLoader(numbered(lengths, batch_sizes, drop_last), mode)
-    whole = steps_of(loader, epoch, replicas, 1, accumulate)
-    batches = [batch for _, _, parts in whole for _, batch in sorted((key[::-1], got) for key, got in parts.items())]
+    steps = steps_of(loader, epoch, replicas, 1, accumulate)
+    batches = [batch for _, _, parts in steps for _, batch in sorted((key[::-1], got) for key, got in parts.items())]
     counts = [length // size if drop_last else -(-length // size) for length, size in loaders]
     total = (min if mode == "min_size" else max)(counts)
     assert len(batches) == (total - total % replicas if drop_last else total)
     for number, count in enumerate(counts):
-        own = [piece[0] for _, batch in batches for piece in batch if piece[0][0][0] == number]
-        passes = [own[first : first + count] for first in range(0, len(own), count)]
+        pieces = [piece[0] for _, batch in batches for piece in batch if piece[0][0][0] == number]
+        passes = [pieces[first : first + count] for first in range(0, len(pieces), count)]
         for rows in passes[: len(passes) - (len(passes[-1]) < count) if passes else 0]:  # each whole pass has all once
             seen = sorted(index for batch in rows for _, index in batch)
             assert len(seen) == len(set(seen)) == (count * batch_sizes[number] if drop_last else lengths[number])
-    for samples, _, parts in whole:
+    for samples, _, parts in steps:
         assert samples == sum(count for count, _ in parts.values())
         for count, batch in parts.values():
             assert count == sum(len(piece[0]) for piece in batch)
     if replicas > 1:
         processes = data.draw(st.integers(2, replicas))
-        assert steps_of(loader, epoch, replicas, processes, accumulate) == whole
-    start = data.draw(st.integers(0, len(whole)))
+        assert steps_of(loader, epoch, replicas, processes, accumulate) == steps
+    start = data.draw(st.integers(0, len(steps)))
     again = lg.CombinedLoader(numbered(lengths, batch_sizes, drop_last), mode)
-    assert steps_of(again, epoch, replicas, 1, accumulate, start) == whole[start:]
+    assert steps_of(again, epoch, replicas, 1, accumulate, start) == steps[start:]
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -126,9 +126,9 @@ def test_what_is_combined_is_what_lightning_combines(mode):
     most = max(map(len, rows))
     expected = {
         "min_size": [list(row) for row in zip(*rows, strict=False)],
-        "max_size_cycle": [[own[index % len(own)] for own in rows] for index in range(most)],
-        "max_size": [[own[index] if index < len(own) else None for own in rows] for index in range(most)],
-        "sequential": [batch for own in rows for batch in own],
+        "max_size_cycle": [[row[index % len(row)] for row in rows] for index in range(most)],
+        "max_size": [[row[index] if index < len(row) else None for row in rows] for index in range(most)],
+        "sequential": [batch for row in rows for batch in row],
     }[mode]
     loader = lg.CombinedLoader(numbered(lengths, batch_sizes, shuffle=False), mode)
     only = (lambda piece: piece and piece[0]) if mode != "sequential" else (lambda piece: piece)
@@ -139,7 +139,7 @@ def test_what_is_combined_is_what_lightning_combines(mode):
     assert [plain(batch) for _, _, parts in dealt for _, batch in parts.values()] == expected
     index = [(batch_idx, number) for _, batch_idx, number in loader]
     if mode == "sequential":
-        assert index == [(inner, number) for number, own in enumerate(rows) for inner in range(len(own))]
+        assert index == [(inner, number) for number, row in enumerate(rows) for inner in range(len(row))]
     else:
         assert index == [(number, 0) for number in range(len(expected))]
 
@@ -153,15 +153,15 @@ def test_each_pass_of_a_shorter_loader_has_an_order_of_its_own():
         for half in [steps[first : first + 2] for first in range(0, 32, 2)]
     ]
     assert len(passes) == len(set(passes)) == 48
-    assert all(sorted(index for batch in one for index in batch) == list(range(8)) for one in passes)
+    assert all(sorted(index for batch in pass_batches for index in batch) == list(range(8)) for pass_batches in passes)
 
 
 def test_the_first_loader_has_the_order_that_it_has_alone_and_the_second_another_one():
     loader = lg.CombinedLoader(numbered((40, 40), (4, 4)), "max_size_cycle")
     steps = steps_of(loader, 3, 2, 2, 1)
     (first, second) = (
-        [row[1] for _, _, parts in steps for _, (_, batch) in sorted(parts.items()) for row in batch[part][0]]
-        for part in (0, 1)
+        [row[1] for _, _, parts in steps for _, (_, batch) in sorted(parts.items()) for row in batch[position][0]]
+        for position in (0, 1)
     )
     assert first == permutation(torch.arange(40).numpy(), 40, epoch_key(5, 3)).tolist()
     assert sorted(second) == sorted(first)
@@ -200,16 +200,16 @@ def test_a_dataset_is_told_the_epoch_of_each_pass_wherever_it_is(workers):
     loader = lg.CombinedLoader([DataLoader(Numbers(12), 2), short], "max_size_cycle")
     for epoch in (0, 1):
         steps = steps_of(loader, epoch, 2, 1, 2)
-        told = {
+        epochs = {
             (place[1] * 2 + place[0]): batch[1][0][0][0] for _, _, parts in steps for place, (_, batch) in parts.items()
         }
-        assert [told[position] for position in range(6)] == [3 * epoch + number for number in (0, 0, 1, 1, 2, 2)]
+        assert [epochs[position] for position in range(6)] == [3 * epoch + number for number in (0, 0, 1, 1, 2, 2)]
 
 
 def test_samplers_of_the_users_own():
     weighted = DataLoader(Numbers(9), 3, sampler=WeightedRandomSampler([1.0] * 8 + [5.0], 12))
-    whole = DataLoader(Numbers(9, 1), batch_sampler=Lengths([4, 1, 2]))
-    loader = lg.CombinedLoader((weighted, whole), "max_size_cycle")
+    by_batches = DataLoader(Numbers(9, 1), batch_sampler=Lengths([4, 1, 2]))
+    loader = lg.CombinedLoader((weighted, by_batches), "max_size_cycle")
     steps = steps_of(loader, 2, 3, 1, 1)
     assert steps == steps_of(loader, 2, 3, 3, 1)
     assert [samples for samples, _, _ in steps] == [3 * 3 + 7, 3 + 4]
@@ -248,12 +248,12 @@ def test_a_stream_among_them_is_read_by_everyone_and_dealt_out_by_whole_batches(
         return lg.CombinedLoader([DataLoader(Stream(14), 2), *numbered((9,), (2,))], mode)
 
     assert isinstance(training_data(make(), Dealing(Layout(1, 1), 0), 1.0, in_order=False), StreamData)
-    whole = steps_of(make(), 1, 3, 1, 2, kind=StreamData)
+    steps = steps_of(make(), 1, 3, 1, 2, kind=StreamData)
     total = {"min_size": 5, "sequential": 12}.get(mode, 7)
-    assert sum(len(parts) for _, _, parts in whole) == total
-    assert steps_of(make(), 1, 3, 2, 2, kind=StreamData) == whole
-    assert steps_of(make(), 1, 3, 3, 2, start=1, kind=StreamData) == whole[1:]
-    for samples, _, parts in whole:
+    assert sum(len(parts) for _, _, parts in steps) == total
+    assert steps_of(make(), 1, 3, 2, 2, kind=StreamData) == steps
+    assert steps_of(make(), 1, 3, 3, 2, start=1, kind=StreamData) == steps[1:]
+    for samples, _, parts in steps:
         assert samples == sum(count for count, _ in parts.values())
 
 
@@ -296,12 +296,12 @@ def test_what_cannot_be_combined():
 def test_an_evaluation_takes_each_combined_batch_once(trainer, mode, batches, loaders, processes):
     loader = lg.CombinedLoader(numbered((9, 20), (2, 3), shuffle=False), mode)
     parts = loader.flattened if mode == "sequential" else [loader]
-    found = []
+    items = []
     for process in range(processes):
         data = EvaluationData(parts, Dealing(Layout(3, processes), process, seed=1))
         assert sum(data.counts) == batches
-        found += [(item.dataloader_idx, item.batch_idx, item.replica, item.samples) for item in data.batches(0)]
-    assert len(found) == len(set(found)) == batches
+        items += [(item.dataloader_idx, item.batch_idx, item.replica, item.samples) for item in data.batches(0)]
+    assert len(items) == len(set(items)) == batches
     task = Pairs()
     trainer(num_sanity_val_steps=0).validate(task, loader)
     assert (len(task.forms), len({index for _, index in task.forms})) == (batches, loaders)
@@ -343,14 +343,14 @@ class Kinds(Tiny):
 
     def __init__(self):
         super().__init__()
-        self.given = []
+        self.received = []
 
     def training_step(self, batch, batch_idx):
-        self.given.append((type(batch), 0))
+        self.received.append((type(batch), 0))
         return self(torch.zeros(1, 3)).sum()
 
     def validation_step(self, batch, batch_idx, dataloader_idx=0):
-        self.given.append((type(batch), dataloader_idx))
+        self.received.append((type(batch), dataloader_idx))
 
     test_step = predict_step = validation_step
 
@@ -360,14 +360,14 @@ def test_a_list_of_batches_is_one_loader_in_training_and_evaluation(trainer, bat
     for stage in ("fit", "validate", "test", "predict"):
         task = Kinds()
         getattr(trainer(max_epochs=1), stage)(task, batches)
-        assert task.given == [(type(batches[0]), 0)] * 2, stage
+        assert task.received == [(type(batches[0]), 0)] * 2, stage
 
 
 def test_lists_of_loaders_stay_several(trainer):
     for loaders in ([[(POINTS, POINTS)], [(POINTS, POINTS)]], [Twice(), Twice()], [range(1), range(1)]):
         task = Kinds()
         trainer().validate(task, loaders)
-        assert [loader for _, loader in task.given] == [0, 1]
+        assert [loader for _, loader in task.received] == [0, 1]
     with pytest.raises(DataError, match="must be a DataLoader or another iterable of batches, got TensorDataset"):
         trainer().validate(Kinds(), [make_data(4), make_data(4)])
 
@@ -418,21 +418,21 @@ def test_a_run_is_that_of_the_loop_by_hand(trainer, mode):
                 (sum(by_hand.loss(piece) for piece in batch.values() if piece) * count / sum(counts)).backward()
             optimizer.step()
     task = Pairs()
-    given = loaders if mode == "max_size_cycle" else lg.CombinedLoader(loaders, mode)
-    trainer(max_epochs=2, accumulate_grad_batches=2).fit(task, given)
+    train_loader = loaders if mode == "max_size_cycle" else lg.CombinedLoader(loaders, mode)
+    trainer(max_epochs=2, accumulate_grad_batches=2).fit(task, train_loader)
     assert_close(task, by_hand)
     shared = Pairs()
     made = trainer(max_epochs=2, replicas=2)
-    made.fit(shared, given)
+    made.fit(shared, train_loader)
     assert_close(shared, by_hand)
-    assert made.train_dataloader is given
+    assert made.train_dataloader is train_loader
 
 
 def test_sequential_loaders_are_one_long_one(trainer):
-    task, other = Tiny(), Tiny()
+    task, reference = Tiny(), Tiny()
     trainer(max_epochs=2).fit(task, lg.CombinedLoader(list(pair().values()), "sequential"))
-    trainer(max_epochs=2).fit(other, [batch for loader in pair().values() for batch in loader])
-    assert_same_bits(task, other)
+    trainer(max_epochs=2).fit(reference, [batch for loader in pair().values() for batch in loader])
+    assert_same_bits(task, reference)
 
 
 def test_lists_and_limits(trainer):

@@ -17,7 +17,7 @@ class Stream:
 
     def __init__(self):
         values = torch.arange(float(sum(SIZES)), dtype=torch.float64)
-        self.batches = [{"meta": torch.zeros(2), "scale": torch.tensor(1.0), "x": part} for part in values.split(SIZES)]
+        self.batches = [{"meta": torch.zeros(2), "scale": torch.tensor(1.0), "x": rows} for rows in values.split(SIZES)]
 
     def __iter__(self):
         return iter(self.batches)

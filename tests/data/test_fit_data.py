@@ -58,14 +58,14 @@ def test_a_resume_has_the_loaders_of_the_undisturbed_run(trainer, tmp_path, ever
         made.fit(task, resume=resume)
         return task, made
 
-    whole, made = run()
+    undisturbed, made = run()
     for stop in range(1, made.global_step):
         run(max_steps=stop)[1].save_checkpoint(tmp_path / f"{stop}")
         task, again = run(tmp_path / f"{stop}")
         assert again.global_step == made.global_step
         assert again.callback_metrics == made.callback_metrics
-        assert all(map(torch.equal, task.seen, whole.seen[stop:]))
-        assert_same_bits(task, whole)
+        assert all(map(torch.equal, task.seen, undisturbed.seen[stop:]))
+        assert_same_bits(task, undisturbed)
 
 
 def test_a_list_of_batches_is_a_loader(trainer):
@@ -131,9 +131,9 @@ def test_a_dataset_without_a_length_is_read_by_its_sampler(trainer, replicas):
 
     loader = DataLoader(Unknown(), batch_size=4, sampler=range(18))
     tasks = Tiny(), Tiny()
-    for task, one in zip(tasks, (loader, make_loader(18)), strict=True):
+    for task, source in zip(tasks, (loader, make_loader(18)), strict=True):
         made = trainer(max_epochs=2, replicas=replicas)
-        made.fit(task, one)
+        made.fit(task, source)
         assert made.global_step == (10 if replicas == 1 else 6)
     assert_same_bits(*tasks)
 
@@ -222,11 +222,11 @@ class Epochs(Sampler):
     """Yields two thirds of the samples, rotated by the epoch set by set_epoch."""
 
     def __init__(self):
-        self.epoch, self.told = 0, []
+        self.epoch, self.epochs = 0, []
 
     def set_epoch(self, epoch):
         self.epoch = epoch
-        self.told.append(epoch)
+        self.epochs.append(epoch)
 
     def __len__(self):
         return 12
@@ -238,7 +238,7 @@ class Epochs(Sampler):
 def test_an_own_sampler_gives_the_order_and_is_told_the_epoch(trainer):
     task, sampler = Tiny(), Epochs()
     trainer(max_epochs=3).fit(task, make_loader(18, sampler=sampler))
-    assert sorted(set(sampler.told)) == [0, 1, 2]
+    assert sorted(set(sampler.epochs)) == [0, 1, 2]
     expected = [(3 * index + epoch) % 18 for epoch in range(3) for index in range(12)]
     assert indices_of(task, make_data(18)) == expected
 
@@ -254,7 +254,7 @@ def test_an_own_batch_sampler_is_taken_by_whole_batches_and_told_the_epoch(train
     task, sampler = Tiny(), Uneven()
     data = make_data(18)
     trainer(max_epochs=2, accumulate_grad_batches=2).fit(task, DataLoader(data, batch_sampler=sampler))
-    assert sorted(set(sampler.told)) == [0, 1]
+    assert sorted(set(sampler.epochs)) == [0, 1]
     assert indices_of(task, data) == [0, 1, 2, 3, 4, 5, 6, 7, 1, 1, 2, 3, 4, 5, 6, 7]
     by_hand = Tiny()
     for epoch in range(2):
@@ -266,10 +266,10 @@ def test_an_own_batch_sampler_is_taken_by_whole_batches_and_told_the_epoch(train
 def test_a_sampler_within_a_batch_sampler_and_a_dataset_are_told_the_epoch(trainer):
     class Told(Dataset):
         def __init__(self):
-            self.data, self.told = make_data(18), []
+            self.data, self.epochs = make_data(18), []
 
         def set_epoch(self, epoch):
-            self.told.append(epoch)
+            self.epochs.append(epoch)
 
         def __len__(self):
             return 18
@@ -279,10 +279,10 @@ def test_a_sampler_within_a_batch_sampler_and_a_dataset_are_told_the_epoch(train
 
     sampler, dataset = Epochs(), Told()
     trainer(max_epochs=2).fit(Tiny(), DataLoader(dataset, batch_sampler=BatchSampler(sampler, 4, drop_last=False)))
-    assert sorted(set(sampler.told)) == [0, 1]
+    assert sorted(set(sampler.epochs)) == [0, 1]
     plain = Told()
     trainer(max_epochs=2).fit(Tiny(), DataLoader(plain, batch_size=4, shuffle=True))
-    assert sorted(set(dataset.told)) == sorted(set(plain.told)) == [0, 1]
+    assert sorted(set(dataset.epochs)) == sorted(set(plain.epochs)) == [0, 1]
 
 
 def test_a_weighted_sampler_draws_by_weight_anew_in_each_epoch(trainer):
@@ -294,19 +294,19 @@ def test_a_weighted_sampler_draws_by_weight_anew_in_each_epoch(trainer):
         trainer(max_epochs=2).fit(task, DataLoader(data, batch_size=8, sampler=sampler))
         return indices_of(task, data)
 
-    found = run()
-    assert len(found) == 80
-    assert set(found) == set(range(9, 18))
-    assert found[:40] != found[40:]
+    indices = run()
+    assert len(indices) == 80
+    assert set(indices) == set(range(9, 18))
+    assert indices[:40] != indices[40:]
     torch.manual_seed(99)  # the order belongs to the run's seed, not to what was drawn before
-    assert run() == found
+    assert run() == indices
 
 
 def test_a_subset_sampler_draws_its_subset(trainer):
     task, data = Tiny(), make_data(18)
     trainer(max_epochs=2).fit(task, DataLoader(data, 4, sampler=SubsetRandomSampler([2, 3, 5, 7, 11])))
-    found = indices_of(task, data)
-    assert sorted(found[:5]) == sorted(found[5:]) == [2, 3, 5, 7, 11]
+    indices = indices_of(task, data)
+    assert sorted(indices[:5]) == sorted(indices[5:]) == [2, 3, 5, 7, 11]
 
 
 @pytest.mark.parametrize("kind", [SequentialSampler, RandomSampler])

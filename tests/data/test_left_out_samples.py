@@ -47,7 +47,7 @@ class Notes(Tiny):
 
 
 def steps_of(task, left_out=()):
-    return {step: [one for one in found if one not in left_out] for step, found in task.steps.items()}
+    return {step: [sample for sample in samples if sample not in left_out] for step, samples in task.steps.items()}
 
 
 def fit(tmp_path, left_out, batch_size=4, sampler=None, **options):
@@ -79,11 +79,11 @@ class BatchSamplerOfItsOwn(BatchSampler):
     ids=["plain", "accumulated", "three replicas", "both", "own batches", "single samples"],
 )
 def test_all_other_samples_keep_their_step(tmp_path, options):
-    whole, _ = fit(tmp_path, None, **options)
-    part, trainer = fit(tmp_path, OUT, **options)
-    kept = steps_of(whole, OUT)
-    assert steps_of(part) == {step: found for step, found in kept.items() if found}
-    assert trainer.global_step == len(whole.steps)
+    reference, _ = fit(tmp_path, None, **options)
+    reduced, trainer = fit(tmp_path, OUT, **options)
+    kept = steps_of(reference, OUT)
+    assert steps_of(reduced) == {step: samples for step, samples in kept.items() if samples}
+    assert trainer.global_step == len(reference.steps)
     assert trainer.state.samples_seen == 3 * 16
 
 
@@ -117,9 +117,9 @@ def test_a_step_without_a_sample_counts_and_moves_nothing(tmp_path):
 def test_two_processes_train_on_the_same_samples(tmp_path, strategy, batch_size):
     """With batches of one sample some replica is without a batch in the middle of an epoch."""
     alone, _ = fit(tmp_path, OUT, replicas=2, batch_size=batch_size)
-    both, trainer = fit(tmp_path, OUT, replicas=2, batch_size=batch_size, devices=2, strategy=strategy)
+    together, trainer = fit(tmp_path, OUT, replicas=2, batch_size=batch_size, devices=2, strategy=strategy)
     assert trainer.state.samples_seen == 3 * 16
-    assert_close(alone, both)
+    assert_close(alone, together)
 
 
 @pytest.mark.slow
@@ -133,14 +133,14 @@ def test_bitwise_holds_on_two_processes(tmp_path):
 def test_a_resume_within_an_epoch_goes_on_without_them(tmp_path, caplog, processes):
     """Dropout, batch norm, AdamW and augmentation, bitwise; the sample is in none of the steps before."""
     left_out = [sample_of_later_steps()]
-    whole, one = run_resumed(tmp_path / "whole", leave_out_samples=left_out, **processes)
+    uninterrupted, expected = run_resumed(tmp_path / "whole", leave_out_samples=left_out, **processes)
     run_resumed(tmp_path / "parts", max_steps=3, **processes)
     with caplog.at_level(logging.WARNING, "legato"):
-        resumed, other = run_resumed(tmp_path / "parts", resume="auto", leave_out_samples=left_out, **processes)
+        resumed, task = run_resumed(tmp_path / "parts", resume="auto", leave_out_samples=left_out, **processes)
     assert f"leave_out_samples: [] -> {left_out}" in caplog.text or processes
-    assert_same_bits(one, other)
+    assert_same_bits(expected, task)
     if not processes:
-        assert torch.equal(everything(whole, one), everything(resumed, other))
+        assert torch.equal(everything(uninterrupted, expected), everything(resumed, task))
 
 
 def test_a_resume_with_the_same_samples_says_nothing(tmp_path):
@@ -158,12 +158,12 @@ class Stream(IterableDataset):
 
 
 def test_what_has_no_indices_is_refused_before_the_first_step(tmp_path):
-    for loader, said in (
+    for loader, message in (
         (DataLoader(Stream(), batch_size=2), "is a stream"),
         ([DataLoader(make_data(8)), DataLoader(make_data(8))], "several loaders"),
         (DataLoader(make_data(8)), "contains 17, but the last index is 7"),
     ):
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=message):
             make_trainer(tmp_path, leave_out_samples=OUT).fit(Tiny(), loader)
     for wrong in ([-1], [True], ["a"], 3):
         with pytest.raises(ConfigError, match="leave_out_samples"):

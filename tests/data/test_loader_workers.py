@@ -28,7 +28,7 @@ class Endless(IterableDataset):
 
 def ended(processes):
     """Whether all of them have ended, or end soon."""
-    return wait_until(lambda: not any(one.is_alive() for one in processes))
+    return wait_until(lambda: not any(process.is_alive() for process in processes))
 
 
 @pytest.mark.slow

@@ -17,12 +17,12 @@ SIZES = list(product((1, 2, 5, 13, 24), (1, 2, 3), ((1, 1), (4, 4), (5, 2), (5, 
 def steps_of(kind, length, size, processes, replicas, accumulate, lockstep):
     """Return each process's steps of an epoch."""
     samples = torch.arange(length)
-    found = []
+    steps = []
     for process in range(processes):
         dealing = Dealing(Layout(replicas, processes), process, accumulate, lockstep=lockstep)
         loader = DataLoader(samples, size) if kind is DealtData else list(samples.split(size))
-        found.append(list(kind(loader, dealing).epoch(0)))
-    return found
+        steps.append(list(kind(loader, dealing).epoch(0)))
+    return steps
 
 
 @pytest.mark.slow
@@ -34,17 +34,17 @@ def test_all_run_as_many_batches_and_none_of_their_own_changes(kind):
         for step, inputs in enumerate(zip(*together, strict=True)):
             most = len(inputs[0].batches)
             assert not inputs[0].masked
-            assert most == max(len(one.batches) for one in inputs)
+            assert most == max(len(share.batches) for share in inputs)
             first = [item.batch.tolist() for item in inputs[0].batches]
-            for process, one in enumerate(inputs):
+            for process, share in enumerate(inputs):
                 alone = plain[process][step]
-                assert [(item.replica, item.batch.tolist()) for item in one.batches] == [
+                assert [(item.replica, item.batch.tolist()) for item in share.batches] == [
                     (item.replica, item.batch.tolist()) for item in alone.batches
                 ]
-                assert (one.samples, one.rounds) == (alone.samples, alone.rounds)
-                assert len(one.batches) + len(one.masked) == most
-                assert all(item.masked and item.batch.tolist() in first for item in one.masked)
-                assert not any(item.masked for item in (*one.batches, *alone.batches, *alone.masked))
+                assert (share.samples, share.rounds) == (alone.samples, alone.rounds)
+                assert len(share.batches) + len(share.masked) == most
+                assert all(item.masked and item.batch.tolist() in first for item in share.masked)
+                assert not any(item.masked for item in (*share.batches, *alone.batches, *alone.masked))
 
 
 def test_workers_load_masked_batches_too():

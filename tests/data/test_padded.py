@@ -30,7 +30,7 @@ def steps_of(loader, replicas, processes=None, accumulate=1, start=0, limit=1.0)
     """Return the steps of an epoch on each process."""
     layout = Layout(replicas, processes or replicas)
     dealing = [Dealing(layout, rank, accumulate, seed=3, padded=True) for rank in range(layout.processes)]
-    return [list(DealtData(loader, one, limit).epoch(1, start)) for one in dealing]
+    return [list(DealtData(loader, rank_dealing, limit).epoch(1, start)) for rank_dealing in dealing]
 
 
 def batches(steps):
@@ -41,8 +41,10 @@ def batches(steps):
 def of_torch(length, batch_size, replicas, drop_last):
     """Return the batches of each rank under a DistributedSampler, one after the other."""
     samplers = [DistributedSampler(range(length), replicas, rank, shuffle=False) for rank in range(replicas)]
-    loaders = [DataLoader(torch.arange(length), batch_size, sampler=one, drop_last=drop_last) for one in samplers]
-    return [[batch.tolist() for batch in one] for one in loaders]
+    loaders = [
+        DataLoader(torch.arange(length), batch_size, sampler=sampler, drop_last=drop_last) for sampler in samplers
+    ]
+    return [[batch.tolist() for batch in loader] for loader in loaders]
 
 
 SIZES = list(product((1, 2, 3, 5, 8, 13, 17, 24, 31), (1, 2, 4), (1, 2, 3, 5), (False, True)))
@@ -53,10 +55,10 @@ def test_each_round_has_the_samples_that_torchs_sampler_gives_its_ranks():
         loader = DataLoader(torch.arange(length), batch_size, drop_last=drop_last)
         ours = [batches(steps) for steps in steps_of(loader, replicas)]
         theirs = of_torch(length, batch_size, replicas, drop_last)
-        assert [len(one) for one in ours] == [len(one) for one in theirs]
-        for own, other in zip(zip(*ours, strict=True), zip(*theirs, strict=True), strict=True):
-            assert [len(batch) for _, _, batch in own] == [len(batch) for batch in other]
-            assert sorted(chain(*(batch for _, _, batch in own))) == sorted(chain(*other))
+        assert [len(rank_batches) for rank_batches in ours] == [len(rank_batches) for rank_batches in theirs]
+        for our_round, their_round in zip(zip(*ours, strict=True), zip(*theirs, strict=True), strict=True):
+            assert [len(batch) for _, _, batch in our_round] == [len(batch) for batch in their_round]
+            assert sorted(chain(*(batch for _, _, batch in our_round))) == sorted(chain(*their_round))
 
 
 def test_weights_add_up_on_any_number_of_processes_and_from_any_step():
@@ -81,14 +83,14 @@ def test_a_repeated_sample_is_found_in_each_of_its_steps():
 
 
 def test_a_limit_within_the_data_leaves_nothing_to_repeat():
-    found = steps_of(DataLoader(torch.arange(17), 2), 3, limit=2)
-    assert [[len(batch) for _, _, batch in batches(steps)] for steps in found] == [[2, 2]] * 3
+    steps_by_rank = steps_of(DataLoader(torch.arange(17), 2), 3, limit=2)
+    assert [[len(batch) for _, _, batch in batches(steps)] for steps in steps_by_rank] == [[2, 2]] * 3
 
 
 def test_batches_of_ones_own_sampler_are_repeated_whole():
-    found = steps_of(DataLoader(torch.arange(25), batch_sampler=Pairs(5)), 3)
-    assert [batches(steps)[1] for steps in found] == [(1, 0, [15, 16, 17]), (1, 1, [20, 21]), (1, 2, [0, 1])]
-    assert [steps[1].samples for steps in found] == [7] * 3
+    steps_by_rank = steps_of(DataLoader(torch.arange(25), batch_sampler=Pairs(5)), 3)
+    assert [batches(steps)[1] for steps in steps_by_rank] == [(1, 0, [15, 16, 17]), (1, 1, [20, 21]), (1, 2, [0, 1])]
+    assert [steps[1].samples for steps in steps_by_rank] == [7] * 3
 
 
 @pytest.mark.parametrize("mode", ["max_size_cycle", "min_size"])
@@ -96,13 +98,13 @@ def test_loaders_that_are_combined_are_filled_up_each_by_itself(mode):
     """So that the batches of a round are of one size, and as many as with one torch sampler for each loader."""
     for lengths, replicas in product(((17, 9), (8, 21), (3, 4)), (1, 2, 3)):
         parts = [DataLoader(torch.arange(length), 4) for length in lengths]
-        found = steps_of(lg.CombinedLoader(parts, mode), replicas)
+        steps_by_rank = steps_of(lg.CombinedLoader(parts, mode), replicas)
         rounds = [len(of_torch(length, 4, replicas, drop_last=False)[0]) for length in lengths]
         total = min(rounds) if mode == "min_size" else max(rounds)
-        assert [len(steps) for steps in found] == [total] * replicas
-        for steps in zip(*found, strict=True):
+        assert [len(steps) for steps in steps_by_rank] == [total] * replicas
+        for steps in zip(*steps_by_rank, strict=True):
             parts_of = [[*step.batches[0].batch] for step in steps]
-            shapes = [[part.shape for part in of_replica] for of_replica in parts_of]
+            shapes = [[tensor.shape for tensor in of_replica] for of_replica in parts_of]
             assert shapes == shapes[:1] * replicas
             sizes = [step.batches[0].samples for step in steps]
             assert sizes == sizes[:1] * replicas
@@ -111,13 +113,13 @@ def test_loaders_that_are_combined_are_filled_up_each_by_itself(mode):
 
 def test_a_combined_loader_gives_what_torchs_sampler_gives_of_each():
     parts = {"long": DataLoader(torch.arange(17), 4), "short": DataLoader(torch.arange(9), 2)}
-    found = steps_of(lg.CombinedLoader(parts, "min_size"), 2)
+    steps_by_rank = steps_of(lg.CombinedLoader(parts, "min_size"), 2)
     for name, length, size in (("long", 17, 4), ("short", 9, 2)):
         theirs = of_torch(length, size, 2, drop_last=False)
-        for step, own in enumerate(zip(*found, strict=True)):
-            ours = chain(*(one.batches[0].batch[name].tolist() for one in own))
+        for step, round_steps in enumerate(zip(*steps_by_rank, strict=True)):
+            ours = chain(*(rank_step.batches[0].batch[name].tolist() for rank_step in round_steps))
             assert sorted(ours) == sorted(theirs[0][step] + theirs[1][step])
     data = DealtData(lg.CombinedLoader(parts, "min_size"), Dealing(Layout(2, 1), 0, padded=True))
     seen = [batch.indices_by_loader for step in range(3) for batch in step_at(data, 0, step).batches]
-    with_first = {number // 2 for number, batch in enumerate(seen) if any(0 in one for one in batch.values())}
+    with_first = {number // 2 for number, batch in enumerate(seen) if any(0 in indices for indices in batch.values())}
     assert with_first == {0, 2}  # sample 0 of both loaders is repeated in the last step

@@ -51,23 +51,23 @@ def _own_generators() -> Iterator[None]:
 
 def test_seed_everything_seeds_as_each_library_does_itself() -> None:
     assert seed_everything(1234) == 1234
-    found = draw()
+    drawn = draw()
     random.seed(1234)
     np.random.seed(1234)
     torch.manual_seed(1234)
-    assert draw() == found
+    assert draw() == drawn
 
 
 def test_seed_everything_draws_a_seed_and_returns_it() -> None:
     random.seed(0)
     chosen = seed_everything()
-    found = draw()
+    drawn = draw()
     assert 0 <= chosen < 2**32
     random.seed(0)
-    other = seed_everything()
-    assert other != chosen  # drawn from the system, not from a generator that a script has seeded
+    another_seed = seed_everything()
+    assert another_seed != chosen  # drawn from the system, not from a generator that a script has seeded
     assert seed_everything(chosen) == chosen
-    assert draw() == found
+    assert draw() == drawn
     assert seed_everything(np.uint32(7)) == 7
 
 
@@ -86,11 +86,11 @@ def test_seed_everything_logs_when_verbose(caplog: pytest.LogCaptureFixture) -> 
 
 
 @settings(deadline=None)
-@given(key=st.integers(0, 2**64 - 1), others=st.integers(0, 3))
-def test_a_key_forgets_all_history(key: int, others: int) -> None:
+@given(key=st.integers(0, 2**64 - 1), draws=st.integers(0, 3))
+def test_a_key_forgets_all_history(key: int, draws: int) -> None:
     seed_generators(key)
     first = draw()
-    for _ in range(others):  # leaves halves of pairs behind
+    for _ in range(draws):  # leaves halves of pairs behind
         random.gauss(0, 1), np.random.standard_normal(), torch.randn(())
     seed_generators(key)
     assert draw() == first
@@ -99,14 +99,14 @@ def test_a_key_forgets_all_history(key: int, others: int) -> None:
 def test_different_keys_give_different_streams_in_every_generator() -> None:
     keys = [*range(300), *(1 << bit for bit in range(9, 64)), *(mix(0, 0, position) for position in range(300))]
     keys += [5 + (place << 32) for place in range(1, 100)]  # alike in the low 32 bits
-    found = []
+    drawn = []
     for key in keys:
         seed_generators(key)
-        found.append(draw())
+        drawn.append(draw())
     assert len(set(keys)) == len(keys)
-    for generator in zip(*found, strict=True):
+    for generator in zip(*drawn, strict=True):
         assert len(set(generator)) > len(keys) - 3  # torch.rand has 24 bits: single numbers may meet
-    together = [(a[0], a[2], a[4], a[5]) for a in found]
+    together = [(a[0], a[2], a[4], a[5]) for a in drawn]
     assert len(set(together)) == len(keys)
 
 
@@ -140,12 +140,12 @@ def test_a_key_seeds_every_cuda_device() -> None:
     torch.cuda.init()
     states = torch.cuda.get_rng_state_all()
     try:
-        found = []
+        drawn = []
         for key in (mix(1), mix(2), mix(1)):
             seed_generators(key)
-            found.append([torch.rand(8, device=f"cuda:{d}").tolist() for d in range(torch.cuda.device_count())])
-        assert found[0] == found[2]
-        assert all(ours != other for ours, other in zip(found[0], found[1], strict=True))
+            drawn.append([torch.rand(8, device=f"cuda:{d}").tolist() for d in range(torch.cuda.device_count())])
+        assert drawn[0] == drawn[2]
+        assert all(ours != theirs for ours, theirs in zip(drawn[0], drawn[1], strict=True))
     finally:
         torch.cuda.set_rng_state_all(states)
 
@@ -219,8 +219,8 @@ def dealt(length: int, epoch: int, start_step: int = 0) -> DealtBatches:
     return DealtBatches(deal, range(3), EpochOrder(length, order), start_step, epoch)
 
 
-def same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
-    return len(found) == len(expected) and all(map(torch.equal, found, expected))
+def same(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
+    return len(actual) == len(expected) and all(map(torch.equal, actual, expected))
 
 
 @contextmanager
@@ -248,9 +248,9 @@ def test_a_batch_depends_on_seed_epoch_and_position_alone() -> None:
     first = keyed.__getitems__(KeyedIndices([5, 6, 7], position=20, epoch=1))
     draw()
     assert same(keyed.__getitems__(KeyedIndices([5, 6, 7], position=20, epoch=1)), first)
-    for other, seed, position, epoch in ((keyed, 3, 21, 1), (keyed, 3, 20, 2), (KeyedDataset(dataset, 4), 4, 20, 1)):
-        found = other.__getitems__(KeyedIndices([5, 6, 7], position, epoch))
-        assert not same(found, first), (seed, position, epoch)
+    for variant, seed, position, epoch in ((keyed, 3, 21, 1), (keyed, 3, 20, 2), (KeyedDataset(dataset, 4), 4, 20, 1)):
+        samples = variant.__getitems__(KeyedIndices([5, 6, 7], position, epoch))
+        assert not same(samples, first), (seed, position, epoch)
     seed_generators(mix(3, 1, 20))
     assert same([dataset[5], dataset[6], dataset[7]], first)
 
@@ -269,10 +269,10 @@ def test_workers_load_the_same_bits(dataset: Noisy, context: str) -> None:
 
 
 def test_loading_from_the_middle_gives_the_rest() -> None:
-    whole = load(Noisy(), epoch=2)
+    batches = load(Noisy(), epoch=2)
     # 3 replicas of 2 batches a step: the first step is the first 6 batches
-    assert same(load(Noisy(), epoch=2, start_step=1), whole[6:])
-    assert same(load(Noisy(), 2, 2, num_workers=2, multiprocessing_context="forkserver"), whole[12:])
+    assert same(load(Noisy(), epoch=2, start_step=1), batches[6:])
+    assert same(load(Noisy(), 2, 2, num_workers=2, multiprocessing_context="forkserver"), batches[12:])
 
 
 def test_the_epoch_reaches_workers_that_are_kept() -> None:
@@ -300,7 +300,7 @@ def test_any_share_of_the_replicas_draws_the_same() -> None:
             for indices, batch in zip(batches, DataLoader(keyed, batch_sampler=batches), strict=True):
                 by_position.setdefault(indices.position, []).append(batch)
     assert len(by_position) == 16
-    assert all(len(found) == 3 and same(found[1:], found[:1] * 2) for found in by_position.values())
+    assert all(len(drawn) == 3 and same(drawn[1:], drawn[:1] * 2) for drawn in by_position.values())
 
 
 def open_handle(_: int) -> None:
@@ -343,14 +343,14 @@ def test_pickling_and_copying_keep_the_wrapper() -> None:
     keyed = KeyedDataset(Stateful(), seed=6)
     indices = KeyedIndices([1, 2], position=8)
     expected = keyed.__getitems__(indices)
-    for other in (
+    for copied in (
         copy.copy(keyed),
         copy.deepcopy(keyed),
         cloudpickle.loads(cloudpickle.dumps(keyed)),
         *(pickle.loads(cloudpickle.dumps(keyed, protocol)) for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1)),
     ):
-        assert type(other) is KeyedDataset
-        assert same(other.__getitems__(indices), expected)
-        assert other.handle == ("closed" if other._wrapped_dataset is keyed._wrapped_dataset else "opened again")
+        assert type(copied) is KeyedDataset
+        assert same(copied.__getitems__(indices), expected)
+        assert copied.handle == ("closed" if copied._wrapped_dataset is keyed._wrapped_dataset else "opened again")
     with pytest.raises(AttributeError):
         _ = KeyedDataset.__new__(KeyedDataset).anything

@@ -64,17 +64,17 @@ def dealt(deal: Deal, replicas: range, order: Callable[[np.ndarray], object], **
 @pytest.mark.slow
 def test_permutation_is_a_bijection_for_every_length_to_2000() -> None:
     for length in range(1, 2001):
-        found = whole(length, epoch_key(7, length))
-        assert found.dtype == np.int64
-        assert np.array_equal(np.sort(found), np.arange(length)), length
+        order = whole(length, epoch_key(7, length))
+        assert order.dtype == np.int64
+        assert np.array_equal(np.sort(order), np.arange(length)), length
 
 
 @pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(length=st.integers(1, 300_000), seed=st.integers(0, 2**32 - 1), epoch=st.integers(0, 10**6))
 def test_permutation_is_a_bijection(length: int, seed: int, epoch: int) -> None:
-    found = whole(length, epoch_key(seed, epoch))
-    assert np.array_equal(np.sort(found), np.arange(length))
+    order = whole(length, epoch_key(seed, epoch))
+    assert np.array_equal(np.sort(order), np.arange(length))
 
 
 @pytest.mark.slow
@@ -83,13 +83,13 @@ def test_permutation_is_a_bijection(length: int, seed: int, epoch: int) -> None:
 def test_any_window_of_a_huge_permutation_is_distinct_and_in_range(length: int, key: int, data: st.DataObject) -> None:
     start = data.draw(st.integers(0, length - 1025))
     positions = np.arange(start, start + 1025)
-    found = permutation(positions, length, key)
-    assert found.min() >= 0
-    assert found.max() < length
-    assert np.unique(found).size == 1025
+    samples = permutation(positions, length, key)
+    assert samples.min() >= 0
+    assert samples.max() < length
+    assert np.unique(samples).size == 1025
     # one at a time, and in another order, the same samples stand at the same positions
-    assert permutation(positions[500:501], length, key)[0] == found[500]
-    assert np.array_equal(permutation(positions[::-1], length, key), found[::-1])
+    assert permutation(positions[500:501], length, key)[0] == samples[500]
+    assert np.array_equal(permutation(positions[::-1], length, key), samples[::-1])
 
 
 def test_the_permutation_never_changes() -> None:
@@ -109,10 +109,10 @@ def test_epochs_and_seeds_have_different_orders() -> None:
     assert len(keys) == 10_000
     for length in (500, 50_000):
         first = whole(length, epoch_key(0, 0))
-        for other in (whole(length, epoch_key(0, 1)), whole(length, epoch_key(1, 0))):
+        for unrelated in (whole(length, epoch_key(0, 1)), whole(length, epoch_key(1, 0))):
             # unrelated permutations agree in one place on average (Poisson)
-            assert (first == other).sum() < 8
-            assert abs(np.corrcoef(first, other)[0, 1]) * math.sqrt(length) < 4
+            assert (first == unrelated).sum() < 8
+            assert abs(np.corrcoef(first, unrelated)[0, 1]) * math.sqrt(length) < 4
 
 
 @pytest.mark.slow
@@ -132,8 +132,8 @@ def test_neighbours_land_at_any_distance_from_each_other(length: int) -> None:
     drawn = 3000
     distances = np.empty((drawn, len(pairs)), dtype=np.int64)
     for epoch in range(drawn):
-        found = permutation(pairs.ravel(), length, epoch_key(2, epoch)).reshape(pairs.shape)
-        distances[epoch] = (found[:, 1] - found[:, 0]) % length
+        samples = permutation(pairs.ravel(), length, epoch_key(2, epoch)).reshape(pairs.shape)
+        distances[epoch] = (samples[:, 1] - samples[:, 0]) % length
     for column in distances.T:
         assert column.min() > 0
         counts = np.bincount(column * 32 // length, minlength=32).astype(float)
@@ -144,16 +144,16 @@ def test_neighbours_land_at_any_distance_from_each_other(length: int) -> None:
 @pytest.mark.parametrize("length", [1_000, 1_500, 65_536, 1_000_000])
 @pytest.mark.parametrize("epoch", [0, 1])
 def test_a_long_permutation_shows_no_trace_of_the_position(length: int, epoch: int) -> None:
-    found = whole(length, epoch_key(3, epoch)).astype(np.float64)
+    order = whole(length, epoch_key(3, epoch)).astype(np.float64)
     root = math.sqrt(length)
-    assert abs(np.corrcoef(np.arange(length), found)[0, 1]) * root < 4
+    assert abs(np.corrcoef(np.arange(length), order)[0, 1]) * root < 4
     for lag in (1, 2, 3, 256, math.isqrt(length), math.isqrt(length) + 1):
-        assert abs(np.corrcoef(found[:-lag], found[lag:])[0, 1]) * root < 4, lag
+        assert abs(np.corrcoef(order[:-lag], order[lag:])[0, 1]) * root < 4, lag
     # ascents of a random permutation: mean (n - 1) / 2, variance (n + 1) / 12
-    ascents = (np.diff(found) > 0).sum()
+    ascents = (np.diff(order) > 0).sum()
     assert abs(ascents - (length - 1) / 2) / math.sqrt((length + 1) / 12) < 4
     # the first tenth of the positions draws evenly from the whole dataset
-    tenth = found[: length // 10]
+    tenth = order[: length // 10]
     assert chi_square_z(np.bincount((tenth * 20 / length).astype(int), minlength=20)) < 4
 
 
@@ -187,8 +187,8 @@ def test_mix_is_stable() -> None:
 
 @pytest.mark.slow
 def test_mix_tells_tuples_apart() -> None:
-    found = {mix(a, b, c) for a in range(-5, 35) for b in range(40) for c in range(40)}
-    assert len(found) == 64_000
+    mixed = {mix(a, b, c) for a in range(-5, 35) for b in range(40) for c in range(40)}
+    assert len(mixed) == 64_000
     assert len({mix(*[0] * length) for length in range(20)}) == 20
     assert mix(1, 2) != mix(2, 1)
     assert mix(2**64 + 5) == mix(5)
@@ -323,11 +323,11 @@ def test_dealt_batches_follow_the_turns(deal: Deal, data: st.DataObject) -> None
     order = shuffled(max(deal.length, 1), epoch_key(1, 2))
     batches = dealt(deal, owned, order, start_step=start_step, epoch=2)
     spans = [span for step in range(start_step, deal.steps) for span in deal.spans(step, owned)]
-    found = list(batches)
-    assert [(batch.position, batch.epoch, len(batch)) for batch in found] == [
+    dealt_batches = list(batches)
+    assert [(batch.position, batch.epoch, len(batch)) for batch in dealt_batches] == [
         (t.start, 2, t.stop - t.start) for t in spans
     ]
-    assert [list(batch) for batch in found] == [order(np.arange(t.start, t.stop)).tolist() for t in spans]
+    assert [list(batch) for batch in dealt_batches] == [order(np.arange(t.start, t.stop)).tolist() for t in spans]
 
 
 @pytest.mark.parametrize("processes", [1, 2, 3, 8])
@@ -356,13 +356,13 @@ def test_order_is_evaluated_for_several_batches_in_one_call() -> None:
 
 def test_keyed_indices_survive_pickling_and_copying() -> None:
     batch = KeyedIndices([3, 1, 2], position=TRILLION, epoch=4)
-    for other in (
+    for copied in (
         *(pickle.loads(pickle.dumps(batch, protocol)) for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1)),
         copy.copy(batch),
         copy.deepcopy(batch),
     ):
-        assert type(other) is KeyedIndices
-        assert (list(other), other.position, other.epoch) == ([3, 1, 2], TRILLION, 4)
+        assert type(copied) is KeyedIndices
+        assert (list(copied), copied.position, copied.epoch) == ([3, 1, 2], TRILLION, 4)
     assert KeyedIndices([], 0).epoch == 0
 
 

@@ -82,13 +82,13 @@ class Sum(lg.Task):
 
     def training_step(self, batch, batch_idx):
         if isinstance(batch, list):  # of combined loaders
-            batch = torch.cat([part for part in batch if part is not None])
+            batch = torch.cat([piece for piece in batch if piece is not None])
         self.trained += batch[:, 0].tolist()
         return (self.weight * batch[:, 0]).mean()
 
     def validation_step(self, batch, batch_idx):
         if isinstance(batch, list):
-            batch = torch.cat([part for part in batch if part is not None])
+            batch = torch.cat([piece for piece in batch if piece is not None])
         self.validated += batch[:, 0].tolist()
 
     def train_dataloader(self):
@@ -226,8 +226,8 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_right_is_refused_before_the_first_step(name):
     make, options, message = REFUSED[name]
-    told, steps = run_workers(lambda: train(make, **options), 2, threads=1)
-    assert message in told
+    error, steps = run_workers(lambda: train(make, **options), 2, threads=1)
+    assert message in error
     assert steps == 0
 
 
@@ -268,7 +268,7 @@ class Told(Ranks):
 
     def gather_objects(self, value):
         data_rank, samples = value
-        return [value, (data_rank, {name: [tuple(one + 1 for one in read)] for name, (read,) in samples.items()})]
+        return [value, (data_rank, {name: [tuple(index + 1 for index in read)] for name, (read,) in samples.items()})]
 
 
 def test_ranks_that_work_on_the_same_batches_must_read_the_same():

@@ -64,7 +64,7 @@ def test_a_stream_goes_on_with_the_same_numbers_from_every_step(trainer, tmp_pat
     def stream():
         return StatefulDataLoader(Samples(), batch_size=2) if stateful else Wobbling()
 
-    _, whole = fit(trainer, stream())
+    _, uninterrupted = fit(trainer, stream())
     for stop in range(1, 2 * BATCHES):
         path = tmp_path / f"stop-{stop}"
         made = trainer(max_epochs=2, max_steps=stop)
@@ -72,7 +72,7 @@ def test_a_stream_goes_on_with_the_same_numbers_from_every_step(trainer, tmp_pat
         made.save_checkpoint(path)
         again = Dropping()
         trainer(max_epochs=2).fit(again, stream(), resume=path)
-        assert_same_bits(again, whole)
+        assert_same_bits(again, uninterrupted)
 
 
 class Samples(torch.utils.data.IterableDataset):
@@ -159,12 +159,12 @@ def test_a_stream_goes_on_beyond_the_length_that_it_says(trainer, tmp_path, kind
         def on_train_batch_end(self, trainer, task, outputs, batch, batch_idx):
             trainer.save_checkpoint(tmp_path / f"{trainer.global_step}")
 
-    made, whole = fit(trainer, loader(), callbacks=[Saves()])
+    made, uninterrupted = fit(trainer, loader(), callbacks=[Saves()])
     assert (len(loader()), made.global_step, made.state.samples_seen) == (5, 12, 40)
     for stop in (4, 5, 6, 11):
         made, task = fit(trainer, loader(), resume=tmp_path / f"{stop}")
         assert (made.global_step, made.state.samples_seen) == (12, 40)
-        assert_same_bits(task, whole)
+        assert_same_bits(task, uninterrupted)
 
 
 def test_a_stream_that_was_read_to_its_end_is_not_read_again(trainer, tmp_path):
@@ -186,8 +186,8 @@ def test_a_stream_that_was_read_to_its_end_is_not_read_again(trainer, tmp_path):
         return task
 
     resume, data = None, Counted()
-    whole = validated(data, callbacks=[Saves()])
+    uninterrupted = validated(data, callbacks=[Saves()])
     assert data.read == 2 * BATCHES
     resume, data = tmp_path / f"{BATCHES}", Counted()
-    assert_same_bits(validated(data), whole)
+    assert_same_bits(validated(data), uninterrupted)
     assert data.read == BATCHES

@@ -82,14 +82,14 @@ def fit(trainer, dataset, workers, persistent=False, save=None, **options):
 @pytest.mark.parametrize("kind", [Counting, Buffered])
 @pytest.mark.parametrize("workers", [0, 2, 3])
 def test_a_stream_goes_on_from_the_state_of_its_dataset(trainer, tmp_path, caplog, kind, workers):
-    made, whole, _ = fit(trainer, kind(), workers)
+    made, uninterrupted, _ = fit(trainer, kind(), workers)
     steps = made.global_step
     for stop in range(1, steps) if workers == 0 else (1, 4, 5, steps // 2, steps // 2 + 3):
         path = tmp_path / f"stop-{stop}"
         _, task, _ = fit(trainer, kind(), workers, max_steps=stop, save=path)
         _, again, dataset = fit(trainer, kind(), workers, resume=path)
-        assert task.sums + again.sums == whole.sums
-        assert_same_bits(again, whole)
+        assert task.sums + again.sums == uninterrupted.sums
+        assert_same_bits(again, uninterrupted)
         if workers == 0 and kind is Counting:  # of the batch before, which shows that the state is right
             assert dataset.read == 2 * SAMPLES - 2 * stop + 2
     assert ("batches again" in caplog.text) == (kind is Buffered)
@@ -98,10 +98,10 @@ def test_a_stream_goes_on_from_the_state_of_its_dataset(trainer, tmp_path, caplo
 
 @pytest.mark.slow
 def test_workers_that_persist_go_on_too(trainer, tmp_path, caplog):
-    made, whole, _ = fit(trainer, Counting(), 2, persistent=True)
+    made, uninterrupted, _ = fit(trainer, Counting(), 2, persistent=True)
     for stop in (5, made.global_step // 2 + 3):
         path = tmp_path / f"stop-{stop}"
         _, task, _ = fit(trainer, Counting(), 2, persistent=True, max_steps=stop, save=path)
         _, again, _ = fit(trainer, Counting(), 2, persistent=True, resume=path)
-        assert task.sums + again.sums == whole.sums
+        assert task.sums + again.sums == uninterrupted.sums
     assert "again" not in caplog.text

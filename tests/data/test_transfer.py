@@ -32,8 +32,8 @@ class TimedStream(torch.Stream):
     def record_event(self):
         return SimpleNamespace(synchronize=lambda end=self.free: self.clock.wait(end))
 
-    def wait_stream(self, other):
-        self.free = max(self.free, other.free)
+    def wait_stream(self, stream):
+        self.free = max(self.free, stream.free)
 
     def __enter__(self):
         self.clock.entered.append(self)
@@ -167,7 +167,7 @@ def test_hooks_of_the_transfer_run_on_the_computing_stream(trainer):
 
     class MovesItself(Timed):
         def transfer_batch_to_device(self, batch, device, dataloader_idx):
-            return [one.to(device) for one in batch]
+            return [tensor.to(device) for tensor in batch]
 
     tasks = Timed(), Hooked(), MovesItself()
     clocks = [fit(trainer, task) for task in tasks]
@@ -187,15 +187,15 @@ def test_what_is_no_plain_tensor_moves_as_before(trainer):
 
     with Clock() as clock:
         copies = CopyStream(DEVICES[0])
-        given = {
+        batch = {
             "custom": Sentence(torch.ones(5, 3)),
             "there": torch.ones(2).to(DEVICES[0]),
             "sparse": torch.eye(2).to_sparse(),
         }
         copies.begin_batch()
-        moved = to_device(given, DEVICES[0], copies)
+        moved = to_device(batch, DEVICES[0], copies)
         assert device_of(moved["custom"].tokens) == device_of(moved["sparse"]) == DEVICES[0]
-        assert moved["there"] is given["there"]
+        assert moved["there"] is batch["there"]
     assert clock.recorded == []
     assert clock.main.free == COPYING
 

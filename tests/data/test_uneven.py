@@ -97,23 +97,23 @@ class Evaluated(lg.Task):
 
 def evaluate(**strategy):
     """Evaluate many layouts of data, and return all that came of it."""
-    task, found = Evaluated(), {}
+    task, results = Evaluated(), {}
     trainer = lg.Trainer(**QUIET, **strategy)
     for samples, batch_size in ((10, 1), (10, 2), (10, 3), (10, 4), (10, 10), (1, 1), (2, 1), (3, 2), (4, 2), (7, 2)):
         for kind in (Numbers, Stream):
             loader = DataLoader(kind(samples), batch_size)
             name = f"{kind.__name__} {samples} by {batch_size}"
-            found[f"validate {name}"] = trainer.validate(task, loader)
-            found[f"predict {name}"] = trainer.predict(task, loader)
+            results[f"validate {name}"] = trainer.validate(task, loader)
+            results[f"predict {name}"] = trainer.predict(task, loader)
     several = [DataLoader(Numbers(5), 2), DataLoader(Numbers(1, first=7), 1), DataLoader(Stream(8, first=20), 3)]
-    found["test several"] = trainer.test(task, several)
-    found["predict several"] = trainer.predict(task, several)
+    results["test several"] = trainer.test(task, several)
+    results["predict several"] = trainer.predict(task, several)
     limited = lg.Trainer(**QUIET, **strategy, limit_val_batches=2, limit_predict_batches=0.5)
-    found["validate limited"] = limited.validate(task, DataLoader(Numbers(10), 3))
-    found["predict limited"] = limited.predict(task, DataLoader(Numbers(10), 3))
+    results["validate limited"] = limited.validate(task, DataLoader(Numbers(10), 3))
+    results["predict limited"] = limited.predict(task, DataLoader(Numbers(10), 3))
     own_sampler = DataLoader(Numbers(6), 2, sampler=[5, 3, 1])
-    found["predict own sampler"] = trainer.predict(task, own_sampler)
-    return found
+    results["predict own sampler"] = trainer.predict(task, own_sampler)
+    return results
 
 
 @pytest.mark.filterwarnings("ignore:No (posi|nega)tive samples in targets")
@@ -132,8 +132,12 @@ def test_evaluation_on_three_processes_is_that_of_one():
         "count": 10.0,
     }
     assert alone["validate limited"][0]["mean"] == 2.5
-    assert [part["values"] for part in alone["predict own sampler"]] == [[5.0, 3.0], [1.0]]
-    assert [part["values"] for part in alone["predict several"][2]] == [[20, 21, 22], [23, 24, 25], [26, 27]]
+    assert [prediction["values"] for prediction in alone["predict own sampler"]] == [[5.0, 3.0], [1.0]]
+    assert [prediction["values"] for prediction in alone["predict several"][2]] == [
+        [20, 21, 22],
+        [23, 24, 25],
+        [26, 27],
+    ]
     together = run_workers(lambda: evaluate(strategy="ddp", devices=3), 3)
     assert together.keys() == alone.keys()
     for name, expected in alone.items():
@@ -227,8 +231,8 @@ def test_shares_of_any_length_are_trained_on_to_their_end(shares):
 
     for (_, accumulate), ranks in run_workers(work, len(shares)).items():
         place, steps = by_hand(shares, accumulate, epochs=2)
-        for rank, (own, counts, seen, validated) in enumerate(ranks):
-            assert own == pytest.approx(place, rel=1e-12)
+        for rank, (weight, counts, seen, validated) in enumerate(ranks):
+            assert weight == pytest.approx(place, rel=1e-12)
             assert counts == (steps, 2, 2 * sum(samples for samples, _ in shares), 0)
             assert seen == 2 * [100.0 * rank + index for index in range(shares[rank][0])]
             assert validated == ranks[0][3]
@@ -242,13 +246,13 @@ def test_a_run_on_uneven_shares_stops_validates_and_saves_together(tmp_path):
     def work():
         callbacks = [Checkpoint(every_n_train_steps=1, save_top_k=-1)]
         write = {"enable_checkpointing": True, "callbacks": callbacks, "default_root_dir": tmp_path}
-        whole = train_on_shares(shares, Numbers, **write, run_name="whole")
+        uninterrupted = train_on_shares(shares, Numbers, **write, run_name="whole")
         stopped = train_on_shares(shares, Numbers, **write, run_name="stopped", max_steps=7)
         intervals = train_on_shares(shares, Numbers, val_check_interval=0.5, max_epochs=2)
-        return whole, stopped, intervals
+        return uninterrupted, stopped, intervals
 
-    whole, stopped, intervals = run_workers(work, 2)
-    assert [rank[1] for rank in whole] == [(9, 1, 36, 0)] * 2
+    uninterrupted, stopped, intervals = run_workers(work, 2)
+    assert [rank[1] for rank in uninterrupted] == [(9, 1, 36, 0)] * 2
     assert [rank[1] for rank in stopped] == [(7, 0, 31, 7)] * 2
     assert [[step for step, _ in rank[3]] for rank in intervals] == [[4, 8, 13, 17]] * 2
     names = [path.name for path in sorted((tmp_path / "whole" / "version_0" / "checkpoints").glob("step-*"))]
@@ -261,16 +265,16 @@ def test_shares_go_on_from_their_own_state(tmp_path):
     shares = ((10, 2), (26, 3))
 
     def work():
-        whole = train_on_shares(shares, Numbers, max_epochs=2)
+        uninterrupted = train_on_shares(shares, Numbers, max_epochs=2)
         write = {"enable_checkpointing": True, "default_root_dir": tmp_path, "loader": StatefulDataLoader}
         stop = train_on_shares(shares, Numbers, **write, max_epochs=2, max_steps=3)
         go_on = train_on_shares(shares, Numbers, **write, max_epochs=2, resume="auto")
-        return whole, stop, go_on
+        return uninterrupted, stop, go_on
 
-    whole, stop, go_on = run_workers(work, 2)
-    for one, two, three in zip(whole, stop, go_on, strict=True):
-        assert three[:2] == one[:2]
-        assert two[2] + three[2] == one[2]
+    uninterrupted, stop, go_on = run_workers(work, 2)
+    for expected, before, after in zip(uninterrupted, stop, go_on, strict=True):
+        assert after[:2] == expected[:2]
+        assert before[2] + after[2] == expected[2]
 
 
 def test_manual_optimization_refuses_shares_that_end_unevenly():

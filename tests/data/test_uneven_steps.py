@@ -58,12 +58,12 @@ def outcome(options):
 
 
 def in_two(folder):
-    found = {}
+    outcomes = {}
     for layout, of_layout in LAYOUTS.items():
         (folder / layout).mkdir(exist_ok=True)
         for name, case in CASES.items():
-            found[layout, name] = outcome({**of_layout, **case(folder / layout)})
-    return found
+            outcomes[layout, name] = outcome({**of_layout, **case(folder / layout)})
+    return outcomes
 
 
 @pytest.fixture(scope="module")
