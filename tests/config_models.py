@@ -43,7 +43,7 @@ class Tiny(Base):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        self.given = dict(locals())
+        self.init_arguments = dict(locals())
 
 
 class Needy(lg.Task):

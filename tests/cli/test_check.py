@@ -49,18 +49,18 @@ def files(folder: Path) -> set[str]:
 
 def in_two_terminals(*arguments: str) -> list[subprocess.CompletedProcess[str]]:
     """Run the command line as ranks 0 and 1 of a group that somebody else starts."""
-    port, found = free_port(), {}
+    port, completed_runs = free_port(), {}
 
     def start(rank: int) -> None:
         place = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        found[rank] = completed(run_module, "legato", *arguments, env={**os.environ, **place})
+        completed_runs[rank] = completed(run_module, "legato", *arguments, env={**os.environ, **place})
 
     threads = [threading.Thread(target=start, args=(rank,)) for rank in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return [found[0], found[1]]
+    return [completed_runs[0], completed_runs[1]]
 
 
 # --- whole checks ---------------------------------------------------------------------------------------------------
@@ -87,16 +87,16 @@ def test_all_is_well_and_nothing_is_left(folder: Path) -> None:
     assert files(folder) == before
 
 
-@pytest.mark.parametrize(("words", "told"), [
+@pytest.mark.parametrize(("words", "sentence"), [
     (("trainer.reproducible=bitwise", *ALONE), "With reproducible=bitwise a resume rejects differences."),
     ((), "With reproducible=order a resume lists differences, and the process count changes last bits."),
 ])  # fmt: skip
-def test_what_bits_depend_on_is_shown(monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], told: str) -> None:
+def test_what_bits_depend_on_is_shown(monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], sentence: str) -> None:
     monkeypatch.setenv("NCCL_PROTO", "Simple")
     (row,) = re.findall(r"(?m)^Bits depend on  (.*)$", check("trainer.threads=2", *words).text())
     assert row.startswith(f"torch {torch.__version__}, ")
     assert "NCCL_PROTO=Simple" in row
-    assert re.search(f"{torch.backends.cpu.get_cpu_capability()}, cpu, 32-true, 2 threads, .*{told}$", row)
+    assert re.search(f"{torch.backends.cpu.get_cpu_capability()}, cpu, 32-true, 2 threads, .*{sentence}$", row)
 
 
 def test_ranks_that_differ_have_a_row_each() -> None:
@@ -284,6 +284,6 @@ def test_parameters_without_gradient_are_a_remark_where_the_strategy_was_told_of
     made = trainer(strategy={"name": "ddp", "find_unused_parameters": declared}, devices=2)
     report = Report(tried=["fit"], records=[Record(rank=0, without_gradient=["head.bias"])])
     check_gradients(ConfiguredRun(made, lg.Task(), None, None, None), report)
-    found, nothing = (report.remarks, report.problems) if declared else (report.problems, report.remarks)
+    messages, nothing = (report.remarks, report.problems) if declared else (report.problems, report.remarks)
     assert nothing == []
-    assert "No gradient reaches head.bias." in found[0]
+    assert "No gradient reaches head.bias." in messages[0]

@@ -341,14 +341,14 @@ def test_tensors_are_joined_and_all_else_is_json(folder: Path) -> None:
     path = write_predictions(batches, folder / "a")
     assert torch.equal(load_file(path)["predictions"], torch.cat(batches))
     path = write_predictions([batches, [torch.ones(2, 1)]], folder / "b")
-    assert {name: tuple(one.shape) for name, one in load_file(path).items()} == {
+    assert {name: tuple(tensor.shape) for name, tensor in load_file(path).items()} == {
         "predictions.0": (4, 2),
         "predictions.1": (2, 1),
     }
     path = write_predictions([torch.tensor(1), torch.tensor(2)], folder / "c")
     assert load_file(path)["predictions"].tolist() == [1, 2]
     path = write_predictions([{"label": "a", "score": torch.tensor([1.5])}, {"label": "b", "score": 2}], folder / "d")
-    assert [one["predictions"] for one in json_lines(path)] == [
+    assert [line["predictions"] for line in json_lines(path)] == [
         {"label": "a", "score": [1.5]},
         {"label": "b", "score": 2},
     ]

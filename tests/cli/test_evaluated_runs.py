@@ -87,8 +87,8 @@ BEST, NEXT, LAST = "step-00000003", "step-00000006", "step-00000009"
 
 def test_a_runs_own_config_means_that_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also through links, relative paths and in a copy of the folder; a copied config means the newest run."""
-    (old, new), other = [trained(f"seed={seed}") for seed in (1, 2)], trained("run.name=other")
-    assert old[BEST] != new[BEST] != other[BEST]
+    (old, new), third = [trained(f"seed={seed}") for seed in (1, 2)], trained("run.name=other")
+    assert old[BEST] != new[BEST] != third[BEST]
     stored = "runs/default/version_0/config.yaml"
     before = tree(folder / "runs")
     for words in ([], ["checkpoint=best"], ["checkpoint=null"]):
@@ -102,7 +102,7 @@ def test_a_runs_own_config_means_that_run(folder: Path, monkeypatch: pytest.Monk
     assert evaluated("validate", "kept/good/config.yaml") == old[BEST]
     shutil.copy(stored, "copied.yaml")
     assert evaluated("validate", "copied.yaml") == new[BEST]
-    assert evaluated("validate", stored, "run.name=other") == other[BEST]
+    assert evaluated("validate", stored, "run.name=other") == third[BEST]
     (folder / "tuned.yaml").write_text(f"extends: [{stored}]\n")
     assert evaluated("validate", "tuned.yaml") == new[BEST]
     assert evaluated("validate", stored, "checkpoint=runs/default/version_1") == new[LAST]
@@ -191,11 +191,11 @@ def test_a_trainer_that_evaluates_two_runs_writes_beside_each(tmp_path: Path) ->
     trainer, task = make_trainer(tmp_path, logger=True), Validated()
     for run in (*runs, runs[0]):
         trainer.validate(task, make_loader(), ckpt_path=run, verbose=False)
-    assert [[one.name for one in RunDirectory(run).evaluations] for run in runs] == [
+    assert [[evaluation.name for evaluation in RunDirectory(run).evaluations] for run in runs] == [
         ["validate/version_0", "validate/version_1"],
         ["validate/version_0"],
     ]
-    assert all(one.last_point["step"] == 2 for run in runs for one in RunDirectory(run).evaluations)
+    assert all(evaluation.last_point["step"] == 2 for run in runs for evaluation in RunDirectory(run).evaluations)
     assert sorted(path.name for path in (tmp_path / "default").iterdir()) == ["version_0", "version_1"]
 
 

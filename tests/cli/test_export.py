@@ -87,8 +87,8 @@ def use(folder: Path, name: str) -> None:
 def test_a_program_of_torch_export_computes_what_the_task_does_for_any_batch(folder: Path) -> None:
     use(folder, "WithExample")
     assert main(["export", "run", "net.pt2"]) == 0
-    found = torch.export.load("net.pt2").module()(torch.tensor([[0.0], [1.0], [3.0], [5.0], [7.0]]))
-    assert found.flatten().tolist() == [1.0, 3.0, 7.0, 11.0, 15.0]
+    outputs = torch.export.load("net.pt2").module()(torch.tensor([[0.0], [1.0], [3.0], [5.0], [7.0]]))
+    assert outputs.flatten().tolist() == [1.0, 3.0, 7.0, 11.0, 15.0]
     assert sorted(path.name for path in folder.glob("*net*")) == ["net.pt2", "net.py"]
 
 
@@ -107,7 +107,7 @@ def test_an_onnx_file_computes_what_the_task_does(folder: Path) -> None:
     assert main(["export", "run", "net.onnx"]) == 0
     session = runtime.InferenceSession("net.onnx", providers=["CPUExecutionProvider"])
     inputs = {"x": torch.ones(5, 1).numpy(), "y": torch.full((5, 1), 4.0).numpy()}
-    assert [one.name for one in session.get_inputs()] == ["x", "y"]
+    assert [node_input.name for node_input in session.get_inputs()] == ["x", "y"]
     total, twice = session.run(None, inputs)
     assert total.flatten().tolist() == [7.0] * 5
     assert twice.flatten().tolist() == [2.0] * 5
@@ -153,6 +153,6 @@ def test_weights_and_other_suffixes(folder: Path, capsys: pytest.CaptureFixture[
 def test_outputs_are_compared_up_to_rounding() -> None:
     ones = torch.ones(2, 3)
     compare_outputs([ones], [ones + 1e-6])
-    for other in (ones + 0.5, ones / 0 * 0, ones.T):
+    for outputs in (ones + 0.5, ones / 0 * 0, ones.T):
         with pytest.raises(CheckpointError, match="differ from the task's; no file was kept"):
-            compare_outputs([ones], [other])
+            compare_outputs([ones], [outputs])

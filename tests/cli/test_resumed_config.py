@@ -75,11 +75,11 @@ def test_a_key_of_the_file_that_differs_is_told_with_both_values() -> None:
     trained("task.rate=0.02", "trainer.max_epochs=1")
     Path("points.yaml").write_text(CONFIG.replace("seed: 5", "seed: 6").replace("points.Net", "points.Net, rate: 0.5"))
     done = legato("fit", "points.yaml", "resume=auto", "trainer.max_epochs=2")
-    told = [line for line in done.stderr.splitlines() if "continues with the config of" in line]
-    assert len(told) == 1
-    assert "task.rate is 0.02 in the run, not 0.5 (points.yaml:1)" in told[0]
-    assert "seed is 5 in the run, not 6 (points.yaml:2)" in told[0]
-    assert "max_epochs" not in told[0]
+    warnings = [line for line in done.stderr.splitlines() if "continues with the config of" in line]
+    assert len(warnings) == 1
+    assert "task.rate is 0.02 in the run, not 0.5 (points.yaml:1)" in warnings[0]
+    assert "seed is 5 in the run, not 6 (points.yaml:2)" in warnings[0]
+    assert "max_epochs" not in warnings[0]
     assert values(RUN, "task.rate", "seed", "trainer.max_epochs") == [0.02, 5, 2]
     shown = legato("config", "points.yaml", "resume=auto", "task.rate=0.1").stdout
     assert "rate: 0.1 " in shown

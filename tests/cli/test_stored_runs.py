@@ -56,7 +56,7 @@ def folder(tmp_path, monkeypatch):
 
 def write_index(path, steps, best):
     """Write the index of a run's checkpoints; best: the step of the best one, None for none."""
-    entries = {find.directory_name(one): Entry(one, 0.4 if one == best else 0.5) for one in steps}
+    entries = {find.directory_name(step): Entry(step, 0.4 if step == best else 0.5) for step in steps}
     if best is None:
         entries = {name: entry._replace(score=None) for name, entry in entries.items()}
     (path / "checkpoints" / "index.json").write_bytes(CheckpointIndex("abc", "val/loss", "min", entries).dump())
@@ -70,13 +70,14 @@ def make_run(name, *, steps=(5, 10), points=3, lr=0.1, seed=0, task="line.Line",
     MADE.append(path)
     times = {"created": made, "began": made, "ended": made + 62, "elapsed": 62.0}
     status = {"legato": "0.1.0", "id": "abc", "stage": "fit", "state": "done", **times, **status}
-    known = {"step": points, "epoch": 1, "max_epochs": 3, "max_steps": -1, "monitor": "val/loss", "mode": "min"}
+    progress = {"step": points, "epoch": 1, "max_epochs": 3, "max_steps": -1, "monitor": "val/loss", "mode": "min"}
     values = {"best": 0.5 - lr} if steps else {}
     config = CONFIG.format(lr=lr, seed=seed, task=task)
-    (path / RUN_FILE).write_text(json.dumps({**known, **values, "config": flat_config(config), **status}))
+    (path / RUN_FILE).write_text(json.dumps({**progress, **values, "config": flat_config(config), **status}))
     (path / "config.yaml").write_text(config)
     lines = [
-        {"step": one, "time": 1000.0 + one, "lr-SGD": lr, "val/loss": 1 / one + lr} for one in range(1, points + 1)
+        {"step": number, "time": 1000.0 + number, "lr-SGD": lr, "val/loss": 1 / number + lr}
+        for number in range(1, points + 1)
     ]
     (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     for step in steps:
@@ -262,7 +263,7 @@ ODD = {
 @pytest.mark.parametrize("kind", ODD)
 @pytest.mark.parametrize("name", [RUN_FILE, "metrics.jsonl", "environment.json", "checkpoints/named/state.json"])
 def test_one_odd_file_stops_no_list_of_runs(capsys, name, kind):
-    path, other = make_run("a/version_0"), make_run("b/version_0")
+    path, intact = make_run("a/version_0"), make_run("b/version_0")
     (path / "checkpoints/named").mkdir()
     (path / "checkpoints/named/manifest.json").write_text("{}")
     (path / name).unlink(missing_ok=True)
@@ -272,7 +273,7 @@ def test_one_odd_file_stops_no_list_of_runs(capsys, name, kind):
     assert sorted(line.split()[0] for line in lines) == [*["a/version_0"] * is_run, "b/version_0", "name"]
     said(capsys, "show", "a" if is_run else "b")
     said(capsys, "clean", "--dry-run")
-    assert RunDirectory(other).state == "done"
+    assert RunDirectory(intact).state == "done"
 
 
 def test_a_broken_run_is_shown_as_far_as_it_goes(capsys):
@@ -303,7 +304,7 @@ def test_compare_puts_what_differs_side_by_side(capsys):
 
 
 def test_times_and_short_names():
-    assert [time_taken(one) for one in (None, 1.25, 59.7, 61, 3700, 200000)] == [
+    assert [time_taken(seconds) for seconds in (None, 1.25, 59.7, 61, 3700, 200000)] == [
         "-", "1.2 s", "60 s", "1 min 1 s", "1 h 1 min", "2 d 7 h",
     ]  # fmt: skip
     assert short_names(["task.lr", "data.lr", "seed"]) == {"task.lr": "task.lr", "data.lr": "data.lr", "seed": "seed"}

@@ -47,9 +47,9 @@ def sweep(*words: str) -> Forked:
 
 
 def finished(process: Forked, code: int, timeout: float = 200) -> tuple[str, str]:
-    said = process.communicate(timeout=timeout)
-    assert process.returncode == code, said
-    return said
+    streams = process.communicate(timeout=timeout)
+    assert process.returncode == code, streams
+    return streams
 
 
 def rows_of(directory: Path) -> list[dict[str, str]]:
@@ -119,13 +119,13 @@ def test_optuna_chooses_the_same_in_whatever_order_trials_end() -> None:
 
     def play(jobs: int) -> list[dict[str, str]]:
         results: dict[int, float | None] = {}
-        told: list[float | None] = []
+        reported: list[float | None] = []
         source, chosen, running = random.Random(jobs), list[dict[str, str]](), list[int]()
-        values = guided_values(axes, 30, 3, "min", told)
+        values = guided_values(axes, 30, 3, "min", reported)
         while len(chosen) < 30 or running:
             ready = [results.get(number, "missing") for number in range(max(0, len(chosen) - AHEAD + 1))]
             if len(chosen) < 30 and len(running) < jobs and "missing" not in ready:
-                told[:] = ready  # type: ignore[assignment]
+                reported[:] = ready  # type: ignore[assignment]
                 running.append(len(chosen))
                 chosen.append(next(values))
             else:
@@ -139,7 +139,7 @@ def test_optuna_chooses_the_same_in_whatever_order_trials_end() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ([], "no key has several values"),
         (["task.lr=1,2", "task.lr=3,4"], "task.lr is set twice"),
@@ -154,9 +154,9 @@ def test_optuna_chooses_the_same_in_whatever_order_trials_end() -> None:
         (["task.lr=1,2", "launcher=slurm", *OBJECTIVE], "on this machine"),
     ],
 )
-def test_mistakes_are_found_before_the_first_trial(words: list[str], said: str, capsys: Any) -> None:
+def test_mistakes_are_found_before_the_first_trial(words: list[str], message: str, capsys: Any) -> None:
     assert main(["sweep", "line.yaml", *words]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert not Path("runs").exists()
 
 
@@ -211,9 +211,9 @@ def test_optuna_goes_on_with_the_same_trials() -> None:
 def trial_processes() -> list[psutil.Process]:
     """Return the processes in this folder, but this one and its helpers."""
     here = psutil.Process()
-    others = {here.pid, *(child.pid for child in here.children())}
-    found = psutil.process_iter(["cwd"])
-    return [process for process in found if process.info["cwd"] == str(Path.cwd()) and process.pid not in others]
+    helpers = {here.pid, *(child.pid for child in here.children())}
+    processes = psutil.process_iter(["cwd"])
+    return [process for process in processes if process.info["cwd"] == str(Path.cwd()) and process.pid not in helpers]
 
 
 def wait_for(condition: Any, seconds: float = 100) -> None:
@@ -327,8 +327,8 @@ def test_trials_at_a_time_see_different_devices(folder: Path, monkeypatch: pytes
     (folder / "line.py").write_text(TASK + sees)
     (folder / "line.yaml").write_text(CONFIG.replace("  accelerator: cpu\n", ""))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6, 7")  # of which this machine has none
-    said, _ = finished(sweep("task.lr=1,2,3,4", "--jobs", "3"), 0)
-    assert "4 trials" in said
+    output, _ = finished(sweep("task.lr=1,2,3,4", "--jobs", "3"), 0)
+    assert "4 trials" in output
     saw = sorted(path.name for path in folder.glob("saw-*"))
     assert [name.split("-")[1] for name in saw] == ["1", "2", "3", "4"]
     assert {name.split("-")[2] for name in saw} == {"6", "7"}

@@ -243,17 +243,17 @@ def test_build_makes_what_the_config_says(config_folder: Path) -> None:
     ]
     config = check.load_config(["base.yaml", *overrides])
     run = build.build_config(config)
-    given: dict[str, Any] = run.task.given  # type: ignore[assignment]
-    assert (given["folder"], given["pair"]) == (Path("a/b"), (5, "c"))
-    assert given["every"] == timedelta(days=1, hours=2, minutes=3, seconds=4)
-    assert (type(given["head"]).__name__, given["head"].out_features) == ("Linear", 3)
-    assert type(given["parts"]["a"]).__name__ == "ReLU"
+    arguments: dict[str, Any] = run.task.init_arguments  # type: ignore[assignment]
+    assert (arguments["folder"], arguments["pair"]) == (Path("a/b"), (5, "c"))
+    assert arguments["every"] == timedelta(days=1, hours=2, minutes=3, seconds=4)
+    assert (type(arguments["head"]).__name__, arguments["head"].out_features) == ("Linear", 3)
+    assert type(arguments["parts"]["a"]).__name__ == "ReLU"
     assert run.task.depth == 7
     assert type(run.data).__name__ == "Data"
     assert (run.resume, run.checkpoint) == ("auto", "last")
     trainer = run.trainer
     assert (trainer.max_epochs, trainer.seed, trainer.run_name, trainer.loggers) == (3, 4, "here", [])
-    assert [one.text for one in trainer.callbacks if type(one).__name__ == "Note"] == ["hello"]
+    assert [callback.text for callback in trainer.callbacks if type(callback).__name__ == "Note"] == ["hello"]
     assert trainer.config_text == config.to_run_again().text() == config.text().replace("resume: auto", "resume: null")
 
 
@@ -262,7 +262,7 @@ def test_the_seed_alone_decides_the_first_weights() -> None:
     head = "task.head={_target_: torch.nn.Linear, in_features: 2, out_features: 3}"
     settled = ["base.yaml", head, "trainer.strategy=single", "trainer.accelerator=cpu", "loggers=null"]
     weights = [
-        build.build_config(check.load_config([*settled, *more])).task.given["head"].weight.tolist()  # type: ignore[union-attr,operator]
+        build.build_config(check.load_config([*settled, *more])).task.init_arguments["head"].weight.tolist()  # type: ignore[union-attr,operator]
         for more in (["seed=1"], ["seed=1", "data={_target_: models.Data}", "callbacks.note=null"], ["seed=2"])
     ]
     assert weights[0] == weights[1] != weights[2]

@@ -205,7 +205,7 @@ def test_a_job_that_is_queued_again_goes_on_with_the_run_that_it_has_begun(tmp_p
     began = start_in_job(monkeypatch, tmp_path, "70", max_steps=3)
     second = start_in_job(monkeypatch, tmp_path, "71", max_steps=9)
     again = start_in_job(monkeypatch, tmp_path, "70", restarts=1, max_steps=5)
-    assert [Path(one.run_dir).name for one in (began, second, again)] == ["version_0", "version_1", "version_0"]
+    assert [Path(trainer.run_dir).name for trainer in (began, second, again)] == ["version_0", "version_1", "version_0"]
     assert again.global_step == 5
     assert [start["step"] for start in read_starts(again.run_dir)] == [0, 3]
     unknown = start_in_job(monkeypatch, tmp_path, "72", restarts=1, max_steps=11)  # as a job's first start would do
