@@ -91,7 +91,7 @@ class Perceptron(Classifier):
         self.net = nn.Sequential(nn.Linear(7, 19), nn.ReLU(), nn.Dropout(0.3), nn.Linear(19, CLASSES))
         self.seldom, self.never = nn.Linear(7, CLASSES), nn.Linear(2, 2)
         self.register_buffer("average", torch.zeros(()))
-        self.mean, self.error, self.total, self.own = MeanMetric(), MeanSquaredError(), SumMetric(), SumMetric()
+        self.mean, self.error, self.total, self.output_sum = MeanMetric(), MeanSquaredError(), SumMetric(), SumMetric()
 
     def forward(self, inputs):
         logits = self.net(inputs)
@@ -110,12 +110,12 @@ class Perceptron(Classifier):
         super().validation_step(batch, batch_idx)
         self.error.update(self(batch[0]).softmax(1)[:, 0], (batch[1] == 0).float())
         self.total.update(self(batch[0]).square().sum())
-        self.own.update(self(batch[0]).sum())
+        self.output_sum.update(self(batch[0]).sum())
         self.log_dict({"val/error": self.error, "val/total": self.total})
 
     def on_validation_epoch_end(self):
-        self.log("val/own", self.own.compute())
-        self.own.reset()
+        self.log("val/own", self.output_sum.compute())
+        self.output_sum.reset()
 
 
 class Convolutions(Classifier):

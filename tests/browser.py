@@ -54,10 +54,10 @@ class Browser:
         """Return the texts of the elements of a selector, once `until` is true of them."""
         end = time.monotonic() + 60
         while True:
-            found = self.call("/execute/sync", {"script": TEXTS, "args": [selector]})
-            if until(found):
-                return found
-            assert time.monotonic() < end, (selector, found, self.texts("body", lambda texts: True))
+            shown = self.call("/execute/sync", {"script": TEXTS, "args": [selector]})
+            if until(shown):
+                return shown
+            assert time.monotonic() < end, (selector, shown, self.texts("body", lambda texts: True))
             time.sleep(0.2)
 
     def picture(self, path):

@@ -58,10 +58,10 @@ def save_behind(path: Path, flavour: int = 0) -> None:
 def save_in_parts(path: Path, flavour: int = 0, behind: bool = False) -> None:
     """Save with two ranks, each of which has one half of a tensor."""
     contents = example(int(path.name[5:]), flavour)
-    whole = contents["state_dict"]["a"]
+    tensor = contents["state_dict"]["a"]
 
     def work(rank: ThreadRank) -> None:
-        half = ShardBlock(whole[2 * rank.rank : 2 + 3 * rank.rank], tuple(whole.shape), (2 * rank.rank, 0))
+        half = ShardBlock(tensor[2 * rank.rank : 2 + 3 * rank.rank], tuple(tensor.shape), (2 * rank.rank, 0))
         mine = {**contents, "state_dict": {"a": half, "b": contents["state_dict"]["b"]}}
         if not behind:
             commit.write(path, mine, ranks=rank)
@@ -183,8 +183,8 @@ def contents_of(directory: Path) -> list[int]:
 
 
 def newest(root: Path) -> list[int] | None:
-    found = find.newest_complete(root)
-    return contents_of(found) if found else None
+    checkpoint = find.newest_complete(root)
+    return contents_of(checkpoint) if checkpoint else None
 
 
 def check(root: Path, scenario: str, before: dict[str, dict[str, bytes]], code: int) -> None:
@@ -192,12 +192,14 @@ def check(root: Path, scenario: str, before: dict[str, dict[str, bytes]], code: 
     touched = SCENARIOS[scenario][2]
     for name, kept in before.items():
         assert name == step(touched) or bytes_of(root / name) == kept, f"{name} has changed"
-    own = [name for name in rests(root) if step(touched) in name]
-    assert code != REFUSED or "remove" in scenario or scenario == "sweep" or not own, f"a failed save left {own}"
-    found = newest(root)
+    leftovers = [name for name in rests(root) if step(touched) in name]
+    assert code != REFUSED or "remove" in scenario or scenario == "sweep" or not leftovers, (
+        f"a failed save left {leftovers}"
+    )
+    newest_contents = newest(root)
     storage.folder_at(root).sweep()
     assert not rests(root), f"sweep left {rests(root)}"
-    assert newest(root) == found, "sweep changed which one is the newest"
+    assert newest(root) == newest_contents, "sweep changed which one is the newest"
     for number in () if "first" in scenario else (1, 2):
         if "remove" not in scenario or number != touched:
             assert contents_of(root / step(number))[0] == number
@@ -266,8 +268,8 @@ def record(scenario: str, folder: Path) -> list[list[str]]:
 
 
 def answer(mode: str, scenario: str, folder: str) -> None:
-    found = record(scenario, Path(folder)) if mode == "record" else inject(mode, scenario, Path(folder))
-    print(json.dumps(found), flush=True)
+    result = record(scenario, Path(folder)) if mode == "record" else inject(mode, scenario, Path(folder))
+    print(json.dumps(result), flush=True)
 
 
 def serve() -> None:

@@ -133,17 +133,17 @@ class Killer(threading.Thread):
 
     def living(self, word: str = "trained") -> list[int]:
         """The processes that left such a file and were not killed, in the order of their ids."""
-        found = [int(path.name.rsplit("-", 1)[1]) for path in self.folder.glob(f"{word}-*")]
-        return sorted(process for process in found if process not in self.dead)
+        processes = [int(path.name.rsplit("-", 1)[1]) for path in self.folder.glob(f"{word}-*")]
+        return sorted(process for process in processes if process not in self.dead)
 
     def wait(self, condition, seconds: float = 90.0):
         """Wait until `condition` returns something that is true, and return that."""
         deadline = time.monotonic() + seconds
-        while not (found := condition()):
+        while not (outcome := condition()):
             assert time.monotonic() < deadline, "what the test waits for did not happen"
             self.brake()
             time.sleep(0.002)
-        return found
+        return outcome
 
     def brake(self) -> None:
         """Let each batch take longer, and ever longer, where the run might be over before all kills are done."""
@@ -155,7 +155,7 @@ class Killer(threading.Thread):
 
     def wait_for_members(self, count: int, word: str = "trained") -> list[int]:
         """Wait until so many living processes have trained, or left another such file; return them."""
-        return self.wait(lambda: len(found := self.living(word)) >= count and found)
+        return self.wait(lambda: len(members := self.living(word)) >= count and members)
 
     def kill(self, process: int, number: int = signal.SIGKILL) -> None:
         self.dead.append(process)

@@ -92,7 +92,7 @@ class Event:
     def query(self):
         return True
 
-    def elapsed_time(self, other):
+    def elapsed_time(self, end_event):
         return 1.0
 
 
@@ -112,7 +112,7 @@ class Stream(torch.Stream):
     def record_event(self, event=None):
         return Event()
 
-    def wait_stream(self, other):
+    def wait_stream(self, stream):
         CALLS.append("wait_stream")
 
     def query(self):

@@ -64,14 +64,14 @@ def fit(accelerator, folder, steps=6, resume=None, **options):
 
 def choice():
     """Which device is found, and what is said where it is asked for wrongly."""
-    found = {wanted: str(find_devices(wanted, "auto")[0]) for wanted in ("auto", "emul", "emul:0", "cpu")}
+    answers = {wanted: str(find_devices(wanted, "auto")[0]) for wanted in ("auto", "emul", "emul:0", "cpu")}
     try:
         accelerators.find_kind("cuda")
     except ConfigError as error:
-        found["error"] = str(error)
+        answers["error"] = str(error)
     device = torch.device("emul", 0)
-    found["memory"] = accelerators.memory_of(device), accelerators.peak_memory(device), accelerators.pins_memory()
-    return found | {"name": accelerators.name_of(device), "backend": accelerators.backend_for(device)}
+    answers["memory"] = accelerators.memory_of(device), accelerators.peak_memory(device), accelerators.pins_memory()
+    return answers | {"name": accelerators.name_of(device), "backend": accelerators.backend_for(device)}
 
 
 def refused(trainers):

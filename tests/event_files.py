@@ -13,6 +13,8 @@ def accumulate(folder: str | os.PathLike[str]) -> Any:
 
 def points(folder: str | os.PathLike[str]) -> dict[str, list[tuple[int, float]]]:
     """Return the steps and values by tag; those that a resume has written again, equal to the bit, stand there once."""
-    found = accumulate(folder)
-    shown = {tag: [(event.step, event.value) for event in found.Scalars(tag)] for tag in found.Tags()["scalars"]}
+    accumulator = accumulate(folder)
+    shown = {
+        tag: [(event.step, event.value) for event in accumulator.Scalars(tag)] for tag in accumulator.Tags()["scalars"]
+    }
     return {tag: list({repr(point): point for point in line}.values()) for tag, line in shown.items()}

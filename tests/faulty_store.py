@@ -74,7 +74,7 @@ class FaultyFileSystem(AbstractFileSystem):
             key = self._strip_protocol(path)
             if key in STORE.objects:
                 return {"type": "file"}
-            if any(other.startswith(f"{key}/") for other in STORE.objects):
+            if any(stored_key.startswith(f"{key}/") for stored_key in STORE.objects):
                 return {"type": "directory"}
             raise FileNotFoundError(path)
 

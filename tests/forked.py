@@ -41,8 +41,8 @@ class Forked:
         warm_up()
         self.folder = Path(tempfile.mkdtemp())
         streams = [str(self.folder / "stdout"), stderr or str(self.folder / "stderr")]
-        given = function, arguments, streams, str(cwd or Path.cwd()), dict(env)
-        self.process = multiprocessing.get_context("forkserver").Process(target=_enter, args=given)
+        target_arguments = function, arguments, streams, str(cwd or Path.cwd()), dict(env)
+        self.process = multiprocessing.get_context("forkserver").Process(target=_enter, args=target_arguments)
         self.process.start()
         self.pid: int = self.process.pid
 
@@ -75,8 +75,8 @@ def completed(
     """Call a function in a process of its own and wait for its end. `options` are those of Forked."""
     process = Forked(function, *arguments, **options)
     try:
-        said, errors = process.communicate(timeout)
-        return subprocess.CompletedProcess(arguments, process.returncode, said, errors)
+        output, errors = process.communicate(timeout)
+        return subprocess.CompletedProcess(arguments, process.returncode, output, errors)
     finally:
         process.kill()
 
@@ -207,15 +207,17 @@ def _shed(descriptors: Iterable[int]) -> None:
 _fork_exec = getattr(subprocess, "_fork_exec", None)  # since Python 3.11
 
 
-def _start_python(*given: Any) -> int:
+def _start_python(*arguments: Any) -> int:
     """Fork where subprocess.Popen starts Python, which would import torch again."""
-    command, _, _, kept, cwd, environment, *streams, _, _, _, session = given[:16]
+    command, _, _, kept, cwd, environment, *streams, _, _, _, session = arguments[:16]
     words = [os.fsdecode(word) for word in command]
     while words[1:2] == ["-u"]:
         del words[1]
-    plain = not callable(given[-2]) and given[16] == -1 and len(kept) == 1  # no preexec_fn, process group, pass_fds
+    plain = (
+        not callable(arguments[-2]) and arguments[16] == -1 and len(kept) == 1
+    )  # no preexec_fn, process group, pass_fds
     if words[0] != sys.executable or words[1:2] in ([], ["-X"], ["-W"]) or not plain:
-        return int(_fork_exec(*given))
+        return int(_fork_exec(*arguments))
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     if child := _fork():

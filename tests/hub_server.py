@@ -177,9 +177,9 @@ class Hub(BaseHTTPRequestHandler):
         if not asked:
             return self.reply(data, headers={"Content-Type": "application/octet-stream"})
         first, _, last = asked.removeprefix("bytes=").partition("-")
-        part = data[int(first) : int(last) + 1 if last else None]
-        headers = {"Content-Range": f"bytes {first}-{int(first) + len(part) - 1}/{len(data)}"}
-        return self.reply(part, 206, {"Content-Type": "application/octet-stream", **headers})
+        content = data[int(first) : int(last) + 1 if last else None]
+        headers = {"Content-Range": f"bytes {first}-{int(first) + len(content) - 1}/{len(data)}"}
+        return self.reply(content, 206, {"Content-Type": "application/octet-stream", **headers})
 
 
 @contextmanager

@@ -220,7 +220,7 @@ def test_throughput_does_not_count_validation(tmp_path, clock):
     trainer = fit(
         tmp_path, ThroughputMonitor(), task=task, logger=logger, log_every_n_steps=3, val_check_interval=2, max_epochs=2
     )
-    steps, samples = (logged(trainer, f"throughput/{what}_per_second") for what in ("steps", "samples"))
+    steps, samples = (logged(trainer, f"throughput/{kind}_per_second") for kind in ("steps", "samples"))
     assert list(steps) == [3, 6]
     assert all(value == pytest.approx(50) for value in steps.values()), steps
     assert all(samples[step] == pytest.approx(2 * steps[step]) for step in steps)

@@ -179,9 +179,9 @@ def test_sharded_weights_are_averaged_in_parts(tmp_path):
     sharded, resumed, plain, also, scores = run_workers(work, 2, threads=1)
     loaded = Net.load_from_checkpoint(tmp_path / "fsdp" / "step-00000002")
     (state,) = [
-        one
-        for one in reading.read_checkpoint(tmp_path / "fsdp" / "step-00000002")["callbacks"].values()
-        if "averages" in one
+        callback_state
+        for callback_state in reading.read_checkpoint(tmp_path / "fsdp" / "step-00000002")["callbacks"].values()
+        if "averages" in callback_state
     ]
     assert all(torch.equal(loaded.state_dict()[name], average) for name, average in state["averages"].items())
     made = lg.Trainer(**QUIET)

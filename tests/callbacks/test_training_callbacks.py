@@ -142,7 +142,7 @@ def test_predictions_are_written_with_their_indices(tmp_path, processes):
     values = torch.arange(20.0).reshape(5, 4)
     trainer = make_trainer(tmp_path, Written(tmp_path, "batch_and_epoch"), strategy="ddp", devices=processes)
     predictions = trainer.predict(Parts(), DataLoader(TensorDataset(values), batch_size=2))
-    assert [one for batch in predictions for one in batch] == values.sum(1).tolist()
+    assert [prediction for batch in predictions for prediction in batch] == values.sum(1).tolist()
     written = {}
     for path in [*tmp_path.glob("epoch-*.json")]:
         predictions, indices = json.loads(path.read_text())

@@ -85,14 +85,14 @@ def test_names_from_elsewhere_delete_nothing(tmp_path: Path, victims: list[Path]
 
 def test_checkpoints_of_another_run_in_the_same_folder_stay(tmp_path: Path) -> None:
     """A checkpoint in this run's folder has one of Legato's names, but another run wrote it."""
-    folder, own = tmp_path / "runs", tmp_path / "own"
-    train(folder, Checkpoint(dirpath=own, save_top_k=-1))
-    commit.write(own / "step-00000002", {"state_dict": {}})  # of the right form, from elsewhere
-    (own / "step-00000003").symlink_to(own / "step-00000002")
-    forge_index(own, [f"step-{step:08d}" for step in (2, 3)])
-    callback = Checkpoint(dirpath=own)
-    train(folder, callback, 2, own / "step-00000005")
-    assert sorted(entry.name for entry in own.glob("step-*")) == [f"step-{step:08d}" for step in (2, 3, 10)]
+    folder, checkpoints = tmp_path / "runs", tmp_path / "own"
+    train(folder, Checkpoint(dirpath=checkpoints, save_top_k=-1))
+    commit.write(checkpoints / "step-00000002", {"state_dict": {}})  # of the right form, from elsewhere
+    (checkpoints / "step-00000003").symlink_to(checkpoints / "step-00000002")
+    forge_index(checkpoints, [f"step-{step:08d}" for step in (2, 3)])
+    callback = Checkpoint(dirpath=checkpoints)
+    train(folder, callback, 2, checkpoints / "step-00000005")
+    assert sorted(entry.name for entry in checkpoints.glob("step-*")) == [f"step-{step:08d}" for step in (2, 3, 10)]
 
 
 @pytest.mark.parametrize("begun_step", ["7", None, {}, True])
@@ -141,11 +141,11 @@ def test_remove_takes_only_checkpoints_of_this_run(tmp_path: Path, victims: list
             trainer.remove_checkpoint(path)
     with pytest.raises(CheckpointError, match=r"is not removed: .*manifest\.json"):
         trainer.remove_checkpoint(victims[2])
-    own = Path(trainer.checkpoint_callback.best_model_path)
-    (own / "notes.txt").write_text("the best so far")
+    best = Path(trainer.checkpoint_callback.best_model_path)
+    (best / "notes.txt").write_text("the best so far")
     with pytest.raises(CheckpointError, match=r"is not removed: .*notes\.txt"):
-        trainer.remove_checkpoint(own)
-    (own / "notes.txt").unlink()
-    trainer.remove_checkpoint(own)
-    assert not own.exists()
+        trainer.remove_checkpoint(best)
+    (best / "notes.txt").unlink()
+    trainer.remove_checkpoint(best)
+    assert not best.exists()
     assert all(path.is_dir() for path in victims)

@@ -128,7 +128,7 @@ def test_a_process_that_dies_at_any_request_leaves_the_old_or_the_new_one(scenar
         STORE.set_fault()
         now = whole()  # reads all: each is whole
         name = find.directory_name(touched)
-        assert {one: now[one] for one in now if one != name} == {one: before[one] for one in before if one != name}
+        assert {key: now[key] for key in now if key != name} == {key: before[key] for key in before if key != name}
         assert name in now or name not in before or scenario.startswith("remove")
         storage.folder_at(ROOT).sweep()
         assert whole() == now, count

@@ -233,7 +233,7 @@ def test_a_replacement_takes_its_replicas_and_survivors_do_not_wait_for_it(tmp_p
         steps.append(killer.step())
         (fresh,) = killer.wait(lambda: set(killer.living("share")) - set(members))
         steps.append(killer.step())
-        killer.wait(lambda: all((folder / f"share-{one}").read_text() == "2" for one in (members[0], fresh)))
+        killer.wait(lambda: all((folder / f"share-{member}").read_text() == "2" for member in (members[0], fresh)))
 
     with Killer(folder, plan, kills=2):
         task, trainer = fit(tmp_path, folder, task=TellsShare(folder), elastic=True, devices=2, max_restarts=1)
@@ -257,7 +257,7 @@ def test_a_replacement_joins_when_logging_is_more_frequent_than_agreement(tmp_pa
         members = killer.wait_for_members(2)
         killer.kill(members[1])
         (fresh,) = killer.wait(lambda: set(killer.living("share")) - set(members))
-        killer.wait(lambda: all((folder / f"share-{one}").read_text() == "2" for one in (members[0], fresh)))
+        killer.wait(lambda: all((folder / f"share-{member}").read_text() == "2" for member in (members[0], fresh)))
         (folder / "enough").touch()
 
     options = {"max_epochs": 1000, "log_every_n_steps": 1, "max_restarts": 1}
