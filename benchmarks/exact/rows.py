@@ -151,7 +151,7 @@ NOT_TRIED: tuple[tuple[Refusal, str], ...] = (
             "strategy": ("zero1", "fsdp", "data x shard", "tensor", "pipeline", "ddp_rpc"),
             "option": ("noisy optimizer",),
         },
-        "each part of the weights [draws its own random numbers](strategies.md#random-numbers-of-the-update)",
+        "each shard of the weights [uses different random numbers](strategies.md#random-numbers-of-the-update)",
     ),
     (
         {"strategy": ("data_parallel",), "option": ("two loaders",)},
