@@ -40,8 +40,8 @@ def find_kind(wanted: str) -> str:
         return kinds[-1]
     if kind not in kinds:
         raise ConfigError(
-            f"trainer.accelerator={wanted!r}, but torch sees no such device here. Try accelerator={kinds[-1]}."
-            f"{did_you_mean(kind, kinds)}"
+            f"trainer.accelerator={wanted!r}, but torch finds no such device on this machine. Try "
+            f"accelerator={kinds[-1]}.{did_you_mean(kind, kinds)}"
         )
     return kind
 
@@ -109,7 +109,7 @@ def backend_for(device: torch.device, chosen: str | None = None, shared: bool = 
         if chosen:
             raise ConfigError(
                 f"process_group_backend={chosen} needs one device per process, but trainer.devices assigns one device "
-                f"to several. Leave out process_group_backend to use gloo, or name each device once."
+                f"to several. Omit process_group_backend to use gloo, or list each device once."
             )
         backend = "gloo"
     # a backend may be registered without kinds of device
@@ -117,8 +117,8 @@ def backend_for(device: torch.device, chosen: str | None = None, shared: bool = 
     if kind not in kinds and kind != "cpu":
         reason = f"its {backend} supports {' and '.join(kinds)} only" if backend else "it has no backend for them"
         raise ConfigError(
-            f"Several processes on {kind} need a process group for {kind} tensors, and torch has none: {reason}. Use "
-            f"one process (trainer.devices=1), accelerator=cpu, or a plug-in's backend as process_group_backend."
+            f"Several processes on {kind} need a process group for {kind} tensors, but torch has none: {reason}. Use "
+            f"one process (trainer.devices=1) or accelerator=cpu, or set process_group_backend to a plug-in's backend."
         )
     # other backends cannot send host tensors, such as loss weights, flags and names
     return backend if kind == "cpu" or backend in ("gloo", "mpi") else f"cpu:gloo,{kind}:{backend}"
@@ -254,8 +254,8 @@ def deterministic_cublas(device_type: str) -> Iterator[None]:
     workspace = get_variable(_CUBLAS)
     if workspace is not None and workspace not in _FIXED_WORKSPACES and device_type == "cuda":
         raise ConfigError(
-            f"trainer.reproducible=bitwise and trainer.deterministic need {_CUBLAS} to be one of "
-            f"{' and '.join(_FIXED_WORKSPACES)}, but it is {workspace!r}. Unset it: Legato then sets it."
+            f"trainer.reproducible=bitwise and trainer.deterministic require {_CUBLAS} to be "
+            f"{' or '.join(_FIXED_WORKSPACES)}, but it is {workspace!r}. Unset it, so that Legato can set it."
         )
     set_default(_CUBLAS, _FIXED_WORKSPACES[0])
     try:

@@ -109,7 +109,7 @@ def use_closures(call: Any, optimization: Optimization) -> None:
             f"{needed[0]} evaluates the loss several times a step: it needs one process with one replica on one "
             f"device, a single optimizer, and neither precision 16-mixed nor nan=skip. Otherwise set "
             f"automatic_optimization = False and call optimizer.step(closure) in training_step; strategy ddp then "
-            f"takes one process per replica."
+            f"requires one process per replica."
         )
     optimization.losses, optimization.needs_closure = [], bool(needed)
     optimization.make_closure = lambda step, optimizer: Closure(trainer, step, optimizer)

@@ -244,8 +244,8 @@ def count_arguments(task: Any, step: str, several_loaders: bool = True) -> int:
         return MOST_ARGUMENTS[step] if several_loaders else min(2, MOST_ARGUMENTS[step])
     if "dataloader_iter" in (parameter.name for parameter in parameters):
         raise TaskError(
-            f"{type(task).__name__}.{step}(dataloader_iter, ...) is not supported. Take `batch` instead; the trainer "
-            f"iterates over the loader."
+            f"{type(task).__name__}.{step}(dataloader_iter, ...) is not supported. Use a `batch` argument instead; the "
+            f"trainer iterates over the loader."
         )
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     wrong = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
@@ -255,7 +255,7 @@ def count_arguments(task: Any, step: str, several_loaders: bool = True) -> int:
         named = ", ".join(parameter.name for parameter in parameters)
         raise TaskError(
             f"{type(task).__name__}.{step}({named}) must accept ({accepted}), or the first of these arguments, but "
-            f"{'it requires ' + ', '.join(wrong) if wrong else 'it takes no batch'}."
+            f"{'it requires ' + ', '.join(wrong) if wrong else 'it accepts no batch'}."
         )
     extra = [p for p in positional[2:3] if p.default is not p.empty and p.name != "dataloader_idx"]
     return 2 if extra and not several_loaders else min(len(positional), MOST_ARGUMENTS[step])

@@ -84,7 +84,7 @@ def named(run: Call, error: BaseException) -> BaseException:
         return TaskError(f"An operation got tensors on different devices: {error}{example}")
     if isinstance(error, NotImplementedError) and "storage of SparseTensorImpl" in str(error):
         return TaskError(
-            "A parameter has a sparse gradient, but no Embedding(sparse=True) holds it, so DDP cannot reduce it. Look "
+            "A parameter has a sparse gradient but is not in an Embedding(sparse=True), so DDP cannot reduce it. Look "
             "up its rows with nn.Embedding(..., sparse=True), or with embedding(...) without sparse=True."
         )
     if not isinstance(error, BdbQuit) or run.strategy.place.world_size == 1:
@@ -92,8 +92,8 @@ def named(run: Call, error: BaseException) -> BaseException:
     frames = [item for item in traceback.extract_tb(error.__traceback__) if Path(item.filename).name not in DEBUGGERS]
     where = f"rank {run.strategy.place.rank} ({frames[-1].filename}:{frames[-1].lineno})"
     return TaskError(
-        f"A debugger quit on {where}: one process of several has no terminal. Debug with trainer.devices=1 (and "
-        f"strategy=single)."
+        f"A debugger quit on {where}, because a process in a run with several has no terminal. Debug with "
+        f"trainer.devices=1 (and strategy=single)."
     )
 
 

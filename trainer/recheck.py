@@ -165,7 +165,7 @@ class Recheck:
                 f"random generator; or {wrong}."
             )
         raise CorruptionError(
-            f"Step {self.trainer.global_step + 1} has other bits when computed twice: {told}. The weights are not "
+            f"The two computations of step {self.trainer.global_step + 1} differ: {told}. The weights were not "
             f"updated. {advice}"
         )
 
@@ -204,8 +204,8 @@ def use_recheck(call: "Call", optimization: Optimization) -> None:
             not call.bitwise and call.trainer.deterministic is not True
         ),
         "manual optimization updates weights within the step": not optimization.automatic,
-        "the optimizer computes it again itself with changed weights": optimization.needs_closure,
-        "elastic=true repeats it if a process dies": call.members_change,
+        "the optimizer itself computes the step again with changed weights": optimization.needs_closure,
+        "elastic=true repeats a step if a process dies": call.members_change,
     }
     reason = next((reason for reason, holds in reasons.items() if holds), None)
     if reason is not None:

@@ -451,7 +451,7 @@ class Run(Call):
             return
         raise DataError(
             f"The training loader yielded no batch in epoch {self.state.epoch}. A generator is exhausted after one "
-            f"epoch: pass a DataLoader, a list or another iterable that starts over at each iter()."
+            f"epoch. Pass a DataLoader, a list or another iterable that starts over at each iter() call."
         )
 
     def save_cut_epoch(self, complete: bool) -> None:

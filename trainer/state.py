@@ -58,7 +58,7 @@ class State:
         defaults = {item.name: getattr(cls(), item.name) for item in fields(cls)}
         missing = sorted(defaults.keys() - values.keys())
         if missing:
-            raise CheckpointError(f"The checkpoint's state has no {', '.join(missing)}: it isn't a Legato state.")
+            raise CheckpointError(f"The checkpoint's state has no {', '.join(missing)}, so it is not a Legato state.")
         for name in defaults:
             # isinstance(True, int) holds, and JSON may store a float as an int
             kind = type(defaults[name])

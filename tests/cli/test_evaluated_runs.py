@@ -179,7 +179,7 @@ def test_an_evaluation_of_no_run_or_of_one_that_is_read_only_has_a_directory_of_
     (run / "evaluations").write_text("")  # nobody can make a folder here
     done = legato("validate", "line.yaml")
     assert done.returncode == 0, done.stderr
-    assert "This evaluation gets a separate run directory. The run directory" in done.stderr
+    assert "This evaluation uses a separate run directory. The run directory" in done.stderr
     assert (folder / "runs/default/version_2/metrics.jsonl").exists()
 
 

@@ -208,7 +208,7 @@ REFUSED = {
     "bitwise": (
         lambda: DataLoader(Stream(share(range(61))), 4),
         {"reproducible": "bitwise"},
-        "loader yields its own share of the training data (they read different samples), but reproducible='bitwise'",
+        "loader yields its own share of the training data (they read different samples). Under reproducible='bitwise'",
     ),
     "more replicas": (
         lambda: DataLoader(Stream(share(range(61))), 4),

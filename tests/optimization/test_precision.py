@@ -109,10 +109,10 @@ def test_short_and_long_names(given, name):
 
 
 def test_what_a_device_cannot_do_is_said():
-    with pytest.raises(ConfigError, match="mps devices have no float64"):
+    with pytest.raises(ConfigError, match="mps devices do not support float64"):
         Precision("64", "mps")
     if not torch.cuda.is_available():
-        with pytest.raises(ConfigError, match="no bfloat16"):
+        with pytest.raises(ConfigError, match="not support bfloat16"):
             Precision("bf16-mixed", "cuda")
 
 

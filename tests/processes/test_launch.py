@@ -239,7 +239,7 @@ def test_an_unknown_backend_is_refused() -> None:
 
 def test_a_workspace_of_cublas_that_leaves_the_order_open_is_refused(monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
-    wanted = "need CUBLAS_WORKSPACE_CONFIG to be one of :4096:8 and :16:8, but it is ':0:0'"
+    wanted = "require CUBLAS_WORKSPACE_CONFIG to be :4096:8 or :16:8, but it is ':0:0'"
     with pytest.raises(ConfigError, match=wanted), accelerators.deterministic_cublas("cuda"):
         pass
     with accelerators.deterministic_cublas("cpu"):

@@ -82,5 +82,5 @@ def test_a_signal_saves_where_the_format_says(tmp_path: Path) -> None:
 
 
 def test_what_is_no_format_is_refused() -> None:
-    with pytest.raises(ConfigError, match="takes an object with the methods name, write, read and remove"):
+    with pytest.raises(ConfigError, match="must be an object with the methods name, write, read and remove"):
         lg.Trainer(checkpoint_format="torch")  # type: ignore[arg-type]

@@ -99,7 +99,7 @@ def test_an_iterable_without_state_is_read_up_to_its_place_and_that_is_said(tmp_
     result, read = run("stopped", val_check_interval=3)
     assert torch.equal(result, expected)
     assert read == EPOCHS * 9
-    assert "Plain has no state_dict: reading 8 batches again to get back to step 2 of epoch 0" in caplog.text
+    assert "Plain has no state_dict, so 8 batches are read again to return to step 2 of epoch 0" in caplog.text
 
 
 @pytest.mark.slow

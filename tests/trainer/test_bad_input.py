@@ -57,7 +57,7 @@ def test_a_step_that_an_evaluation_needs(refused, stage, name):
 @pytest.mark.parametrize("stage", ["fit", "validate", "test", "predict"])
 def test_what_is_no_task(refused, stage):
     message = refused(TaskError, nn.Linear(3, 1), stage=stage)
-    assert f"{stage} takes a legato Task, got Linear" in message
+    assert f"{stage} expects a legato Task, got Linear" in message
 
 
 @pytest.mark.parametrize(
@@ -282,7 +282,7 @@ def test_a_fraction_of_an_epoch_of_unknown_length(refused):
 
 def test_validation_over_epochs_needs_a_count(refused):
     message = refused(ConfigError, Validated(), make_loader(), make_loader(), check_val_every_n_epoch=None)
-    assert "val_check_interval as a count" in message
+    assert "val_check_interval as a number" in message
 
 
 # --- monitored metrics ------------------------------------------------------------------------------------------------

@@ -63,7 +63,7 @@ def test_it_is_found_and_named(tmp_path):
     assert said["emul:0"] == "emul:0"
     assert (said["name"], said["backend"]) == ("Emulated accelerator", "cpu:gloo,emul:emulccl")
     assert said["memory"] == [2**30, 2**20, False]
-    assert "torch sees no such device here. Try accelerator=emul" in said["error"]
+    assert "torch finds no such device on this machine. Try accelerator=emul" in said["error"]
 
 
 @pytest.mark.slow
@@ -211,5 +211,5 @@ def test_what_it_cannot_do_is_refused(errors, index):
 
 def test_without_one_there_is_the_cpu():
     assert accelerators.find_kind("auto") in accelerators.find_kinds()
-    with pytest.raises(ConfigError, match="torch sees no such device here"):
+    with pytest.raises(ConfigError, match="torch finds no such device on this machine"):
         accelerators.find_kind("emul")

@@ -319,7 +319,7 @@ def test_there_is_no_best_where_no_value_was_finite(trainer):
 
 
 def test_there_is_no_best_before_a_fit(trainer):
-    with pytest.raises(CheckpointError, match="written none"):
+    with pytest.raises(CheckpointError, match="not written one"):
         trainer().test(Measured(), make_loader(), ckpt_path="best")
 
 

@@ -59,7 +59,7 @@ def test_none_for_what_is_called_is_named(refused, trainer):
     assert "Tiny.configure_model is None, but Legato calls it" in refused(TaskError, task)
     task = Tiny()
     task.configure_optimizers = None
-    assert refused(TaskError, task) == "Tiny.configure_optimizers is None, which fit needs. Define it."
+    assert refused(TaskError, task) == "Tiny.configure_optimizers is None, which fit requires. Define it."
     task = Tiny()
     task.train_dataloader = task.val_dataloader = None
     trainer().fit(task, make_loader())
@@ -96,9 +96,9 @@ class Logs(Validated):
 
 @pytest.mark.parametrize("options", [{}, {"on_epoch": True}, {"add_dataloader_idx": False}])
 def test_the_name_and_the_value_of_log_in_the_wrong_order(play, options):
-    with pytest.raises(TaskError, match=r"log\(\) needs a name first.*as in log\('loss', loss\)"):
+    with pytest.raises(TaskError, match=r"log\(\) expects a name and then a value, as in log\('loss', loss\)"):
         play(Logs(lambda task, loss: task.log(loss, "loss", **options)))
-    with pytest.raises(TaskError, match=r"log\(\) needs a name first.*got 1\.0\.\n"):
+    with pytest.raises(TaskError, match=r"log\(\) expects a name.*got 1\.0\.\n"):
         play(Logs(lambda task, loss: task.log(1.0, loss)))
 
 
@@ -117,7 +117,7 @@ def test_names_that_differ_in_the_sanity_check_are_said_to_do_so_there(trainer):
 
 
 def test_a_complex_number_is_no_value_to_log(play):
-    with pytest.raises(TaskError, match=r"log\('x'\) takes a number.*got a tensor of shape \(\) and torch\.complex64"):
+    with pytest.raises(TaskError, match=r"log\('x'\) expects a number.*got a tensor of shape \(\) and .*complex64"):
         play(Logs(lambda task, loss: task.log("x", torch.tensor(1j))))
 
 
@@ -138,7 +138,7 @@ class OfIterator(Tiny):
 def test_a_step_that_wants_the_iterator_is_told_that_it_gets_a_batch(refused):
     message = refused(TaskError, OfIterator())
     assert "OfIterator.training_step(dataloader_iter" in message
-    assert "Take `batch` instead; the trainer iterates over the loader" in message
+    assert "Use a `batch` argument instead; the trainer iterates over the loader" in message
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def test_a_word_beside_lightnings_is_refused_where_the_right_one_is_missing(refu
 
 def test_a_missing_training_step_names_the_one_that_is_nearly_it(refused):
     kind = type("Words", (lg.Task,), {"train_step": Tiny.training_step})
-    assert "Words has no training_step, which fit needs. Define it. Did you mean 'train_step'" in refused(
+    assert "Words has no training_step, which fit requires. Define it. Did you mean 'train_step'" in refused(
         TaskError, kind()
     )
 

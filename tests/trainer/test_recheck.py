@@ -74,7 +74,7 @@ def test_a_flipped_bit_is_found_before_the_update(name, reproducible, the_pass, 
     with pytest.raises(CorruptionError) as caught:
         fit(task, **TWICE, **options)
     wanted = (
-        r"Step 4 has other bits when computed twice: "
+        r"The two computations of step 4 differ: "
         r"the gradient of head.weight \((\w{16}), then (\w{16})\) on rank (\d) "
     )
     said = re.match(wanted, str(caught.value))
@@ -124,7 +124,7 @@ def test_a_sum_that_goes_wrong_on_its_way_is_told_apart():
 
 
 def test_sums_that_differ_between_ranks_are_found_before_the_weights_differ():
-    with pytest.raises(CorruptionError, match=r"Step 4 has other bits .*: the mean gradient of head.bias on rank 1\."):
+    with pytest.raises(CorruptionError, match=r"step 4 differ: the mean gradient of head.bias on rank 1\."):
         fit(Net(), **TWICE, devices=2, strategy=BadSum(alone=True))
 
 
@@ -348,8 +348,8 @@ class Searches(Net):
 REFUSED = {
     "kernels may sum in another order each time. Set trainer.deterministic=true": (Net, {"deterministic": "warn"}),
     "manual optimization updates weights within": (Manual, {}),
-    "the optimizer computes it again itself": (Searches, {}),
-    "elastic=true repeats it": (Net, {"devices": 2, "strategy": {"name": "ddp", "elastic": True}}),
+    "the optimizer itself computes the step again": (Searches, {}),
+    "elastic=true repeats a step": (Net, {"devices": 2, "strategy": {"name": "ddp", "elastic": True}}),
 }
 
 

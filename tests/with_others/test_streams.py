@@ -83,11 +83,11 @@ def test_a_killed_run_goes_on_with_what_was_left(tmp_path, folder, caplog, name,
         assert killed | again == whole
         assert {step: whole[step] for step in again} == again
     seeks = name in ("datasets", "mosaicml", "litdata")
-    assert ("again to get back to step 6 of epoch 0" not in caplog.text) == seeks
+    assert ("again to return to step 6 of epoch 0" not in caplog.text) == seeks
     if name == "datasets, shuffled":
         assert "IterableDataset has a state that does not restore its position" in caplog.text
     if name == "webdataset":
-        assert "DataLoader over WebDataset has no state_dict: reading 6 batches again" in caplog.text
+        assert "DataLoader over WebDataset has no state_dict, so 6 batches are read again" in caplog.text
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -54,8 +54,8 @@ def test_dropout_is_on_in_a_model_that_from_pretrained_returned(pretrained, trai
     trainer(max_epochs=1).fit(task, sentences())
     assert task.modes
     assert all(task.modes.values())
-    assert [record.message for record in caplog.records if "came in evaluation mode" in record.message]
-    assert "model came in evaluation mode" in caplog.text
+    assert [record.message for record in caplog.records if "started in evaluation mode" in record.message]
+    assert "model started in evaluation mode" in caplog.text
 
 
 def test_a_frozen_body_keeps_evaluation_mode(pretrained, trainer):

@@ -53,9 +53,7 @@ class CombinedLoader(Iterable[tuple[Any, int, int]]):
             raise DataError("CombinedLoader needs at least one loader, but got none.")
         for name, loader in zip(self.names, self.flattened, strict=True):
             if isinstance(loader, CombinedLoader):
-                raise DataError(
-                    f"The combined loader {name!r} is itself a CombinedLoader. Put its loaders here directly."
-                )
+                raise DataError(f"The combined loader {name!r} is itself a CombinedLoader. Pass its loaders directly.")
             require_iterable(loader, f"The combined loader {name!r}")
 
     def __iter__(self) -> Iterator[tuple[Any, int, int]]:

@@ -76,8 +76,8 @@ def iterate_loader(batches: Iterator[Any], loader: Any = None, length: float = 0
         if count < length:
             raise DataError(
                 f"The dataset {type(loader.dataset).__name__} or the collate_fn of its loader raised StopIteration in "
-                f"batch {count + 1}, which looks like the end of the data: an iterator that it reads from is "
-                f"exhausted. Recreate that iterator, or raise IndexError."
+                f"batch {count + 1}, which looks like the end of the data. An iterator that it reads from is "
+                f"exhausted. Recreate this iterator, or raise IndexError."
             ) from error
     except Exception:
         end_loader_workers(batches)

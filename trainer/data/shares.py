@@ -154,7 +154,7 @@ def are_shares(samples: Mapping[str, list[Sample]], ranks: Ranks, data_rank: int
         same = [name for name in samples if name not in different]
         raise DataError(
             f"The processes read different data from the combined loaders {', '.join(different)}, but the same data "
-            f"from {', '.join(same)}. Let each process either read its own share from every loader, or all of the "
+            f"from {', '.join(same)}. Each process must read either its own share from every loader or all of the "
             f"data, which Legato then distributes."
         )
     return bool(different)
@@ -186,8 +186,8 @@ def reads_share(loader: Any, ranks: Ranks) -> bool:
         if (sampler.num_replicas, sampler.rank) != (ranks.size, ranks.rank):
             raise DataError(
                 f"A {type(sampler).__name__} has num_replicas={sampler.num_replicas} and rank={sampler.rank} in "
-                f"process {ranks.rank} of {ranks.size}. Create it in train_dataloader, when torch.distributed is "
-                f"initialized; or remove it: Legato distributes samples across processes."
+                f"process {ranks.rank} of {ranks.size}. Create it in train_dataloader, after torch.distributed is "
+                f"initialized, or remove it, because Legato distributes samples across processes."
             )
     return bool(samplers)
 
@@ -240,6 +240,6 @@ def require_different(content: Any, ranks: Ranks, where: str) -> None:
         raise DataError(
             f"All {ranks.size} processes read the same data in {where}, but each should read its own share; otherwise "
             f"each sample is trained on {ranks.size} times. A dataset created before its process starts does not know "
-            f"its rank: create it in train_dataloader. Or remove use_distributed_sampler=false so that Legato "
+            f"its rank, so create it in train_dataloader. Or remove use_distributed_sampler=false so that Legato "
             f"distributes the samples."
         )

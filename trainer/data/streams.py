@@ -221,7 +221,7 @@ class StreamData:
         """Read and discard batches under their original keys, so that the loader draws the same random numbers."""
         reason = "a state that does not restore its position (a shuffle buffer?)" if has_state else "no state_dict"
         log.warning(
-            "%s has %s: reading %d batches again to get back to step %d of epoch %d.",
+            "%s has %s, so %d batches are read again to return to step %d of epoch %d.",
             name_of(self.loader), reason, count, step, epoch,
         )  # fmt: skip
         for position in range(count):

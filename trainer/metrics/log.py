@@ -160,8 +160,8 @@ class Metrics:
             return
         if self.series is None:  # closed by reduce_epoch
             raise TaskError(
-                f"log({name!r}) was called outside of any step or epoch, so it belongs to no logging point. Call it "
-                f"in a step, in on_train_batch_*, or in on_*_epoch_start and on_*_epoch_end."
+                f"log({name!r}) was called outside of any step or epoch, so its value belongs to no logging point. "
+                f"Call it in a step, in on_train_batch_*, or in on_*_epoch_start and on_*_epoch_end."
             )
         if options[6] and (self.replica if self.in_step else self.first_replica) != 0:
             return
@@ -208,7 +208,7 @@ class Metrics:
         if not isinstance(name, str) or not name:
             example = correction('self.log(loss, "loss")', 'self.log("loss", loss)')
             raise TaskError(
-                f"log() needs a name first, then the value, as in log('loss', loss); got {name!r:.60}.{example}"
+                f"log() expects a name and then a value, as in log('loss', loss); got {name!r:.60}.{example}"
             )
         path = None
         if is_metric(value):
@@ -222,12 +222,12 @@ class Metrics:
             is_tensor = isinstance(value, Tensor)
             kind = f"a tensor of shape {tuple(value.shape)} and {value.dtype}" if is_tensor else type(value).__name__
             raise TaskError(
-                f"log({name!r}) takes a number, a tensor with one value or a torchmetrics.Metric; got {kind}."
+                f"log({name!r}) expects a number, a tensor with one value or a torchmetrics.Metric; got {kind}."
                 + correction(f'self.log("{name}", values)', f'self.log("{name}", values.mean())')
             )
         if on_step is False and on_epoch is False:
             raise TaskError(
-                f"log({name!r}, on_step=False, on_epoch=False) is not useful: it keeps no value. Set either to True."
+                f"log({name!r}, on_step=False, on_epoch=False) has no effect. Set one of the two arguments to True."
             )
         if self.in_step and self.stage == "train":
             on_step = on_step is not False
@@ -259,7 +259,7 @@ class Metrics:
             raise TaskError(
                 f"log({name!r}): the {type(metric).__name__} is not a module of the task, so it would not be moved to "
                 f"a device, saved or reduced over processes. Assign it in the task's __init__, as in self.metric = "
-                f"metric; put several into a torch.nn.ModuleDict."
+                f"metric, or put several metrics into a torch.nn.ModuleDict."
             )
         return path
 
@@ -463,9 +463,9 @@ class Metrics:
         """Raise DisagreementError if hooks on several ranks logged different values for a sum that counts once."""
         if series.kind == ONCE and len(set(map(str, values))) > 1:  # as strings, in which NaN equals NaN
             raise DisagreementError(
-                f"log({series.name!r}, reduce_fx='sum') was called in a hook of {self.describe_place()} with "
-                f"different values on the ranks: {values}. A value logged in a hook counts once, so log the same value "
-                f"on every rank, or pass sync_dist=True to sum over ranks."
+                f"log({series.name!r}, reduce_fx='sum') was called in a hook of {self.describe_place()} with different "
+                f"values on different ranks: {values}. A value logged in a hook counts once, so log the same value on "
+                f"every rank, or pass sync_dist=True to sum over ranks."
             )
 
     def compare(self, logged: list[list[int]], absent: list[bool]) -> None:

@@ -46,8 +46,8 @@ def require_finite(trainer: "Trainer") -> None:
     problem = f"The weights after step {trainer.global_step} are not finite: {first_names(bad)}."
     if trainer.nan != "ignore":
         raise NonFiniteError(
-            f"{problem} They were not saved; earlier checkpoints are untouched. Resume from one of those with a "
-            f"lower learning rate, or with gradient_clip_val."
+            f"{problem} They were not saved, and earlier checkpoints are untouched. Resume from an earlier checkpoint "
+            f"with a lower learning rate or with gradient_clip_val."
         )
     if trainer.is_global_zero:
         log.warning("%s They are saved nevertheless (nan=ignore).", problem)
@@ -86,8 +86,8 @@ def diagnose_task(task: nn.Module) -> list[str]:
     findings = [f"Not finite: {'; '.join(parts)}."] if parts else []
     if "parameters" in bad:
         findings.append(
-            "To find the origin, resume from the newest checkpoint with nan=skip and nan_skips=0: the run repeats the "
-            "same steps and ends at the first bad one, with the weights before it."
+            "To find the origin, resume from the newest checkpoint with nan=skip and nan_skips=0. The run repeats the "
+            "same steps and ends before the first update with a non-finite gradient."
         )
     return findings
 
@@ -114,7 +114,7 @@ def diagnose_forward(trainer: "Trainer") -> list[str]:
     if not are_finite(module.parameters(recurse=False)):
         reason = "whose parameters are not finite"
     else:
-        reason = "from finite input" if input_is_finite else "from input that was not finite before any module saw it"
+        reason = "from finite input" if input_is_finite else "from non-finite input that no module produced"
     place = f"In the latest batch (batch_idx {item.batch_idx})"
     return [f"{place}, the first non-finite output is that of {label}, {reason}."]
 

@@ -59,12 +59,12 @@ def require_same_ranks(by_rank: Sequence[Mapping[str, Any]]) -> None:
     """Raise ConfigError, which lists the differences on a rank, if the numerics of a bitwise run differ."""
     first = by_rank[0]
     for rank, here in enumerate(by_rank):
-        unequal = [f"{name} is {here[name]!r}, on rank 0 {first[name]!r}" for name in here if here[name] != first[name]]
+        unequal = [f"{name} is {here[name]!r} (rank 0: {first[name]!r})" for name in here if here[name] != first[name]]
         # a run on different machines would succeed, but a repeat could not reproduce it
         if unequal:
             raise ConfigError(
-                f"reproducible: bitwise needs the same arithmetic in all processes, but on rank {rank} "
-                f"{'; '.join(unequal)}. Use machines of the same kind, or reproducible: order."
+                f"reproducible: bitwise requires the same arithmetic in all processes, but on rank {rank}, "
+                f"{'; '.join(unequal)}. Use machines of the same kind or reproducible: order."
             )
 
 
@@ -143,7 +143,7 @@ def read_compile(options: bool | Mapping[str, Any]) -> tuple[list[str] | None, d
     if unknown:
         raise ConfigError(
             f"trainer.compile has no option {unknown[0]!r}.{did_you_mean(unknown[0], ['blocks', *COMPILE_OPTIONS])} "
-            f"It takes blocks and torch.compile's {', '.join(COMPILE_OPTIONS)}."
+            f"The options are blocks and torch.compile's {', '.join(COMPILE_OPTIONS)}."
         )
     return names, chosen
 

@@ -24,8 +24,8 @@ def require_sendable(task: nn.Module) -> None:
         # parametrize gives each module a new class, which pickle cannot find by name
         if parametrize.is_parametrized(module):
             raise TaskError(
-                f"{type(task).__name__}.{name} is parametrized, as by spectral_norm or weight_norm, and torch cannot "
-                f"send such a module to other processes. Start the processes with torchrun, or train on one process."
+                f"{type(task).__name__}.{name} is parametrized (by spectral_norm, for example), and torch cannot send "
+                f"parametrized modules to other processes. Start the processes with torchrun, or train on one process."
             )
 
 
@@ -56,9 +56,9 @@ def require_told_sparse(task: nn.Module) -> None:
     for name, parameter in task.named_parameters():
         if parameter.grad is not None and parameter.grad.is_sparse and parameter not in declared:
             raise TaskError(
-                f"{type(task).__name__}.{name} has a sparse gradient, but no Embedding(sparse=True) holds it, by which "
-                f"all processes would know it before step 1. Write nn.Embedding(n, d, sparse=True) instead of "
-                f"functional.embedding(..., sparse=True), or leave sparse out."
+                f"{type(task).__name__}.{name} has a sparse gradient but is not in an Embedding(sparse=True), so the "
+                f"processes cannot know before step 1 that it is sparse. Use nn.Embedding(n, d, sparse=True) instead "
+                f"of functional.embedding(..., sparse=True), or omit sparse=True."
             )
 
 
@@ -69,5 +69,5 @@ def require_dimensions(task: nn.Module, strategy: str) -> None:
     if names:
         raise TaskError(
             f"strategy {strategy!r} shards parameters along their first dimension, but {first_names(names)} has no "
-            f"dimension. Write nn.Parameter(torch.ones(1)) instead of nn.Parameter(torch.tensor(1.0))."
+            f"dimensions. Use nn.Parameter(torch.ones(1)) instead of nn.Parameter(torch.tensor(1.0))."
         )

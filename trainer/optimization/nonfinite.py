@@ -29,8 +29,8 @@ class SkipGuard:
     ) -> None:
         if not task.automatic_optimization:
             raise ConfigError(
-                "trainer.nan=skip skips the update of a step, but under manual optimization training_step makes the "
-                "update. Check the gradients there, before optimizer.step(), or set nan to raise or ignore."
+                "trainer.nan=skip skips the update of a step, but under manual optimization training_step updates the "
+                "weights. Check the gradients before optimizer.step(), or set nan to raise or ignore."
             )
         self.trainer, self.task, self.metrics, self.optimizers = trainer, task, metrics, optimizers
         self.state, self.strategy = trainer.state, trainer.strategy

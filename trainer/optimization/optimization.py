@@ -134,8 +134,8 @@ class Optimization:
         names = set_training_mode(self.task)
         if names and self.trainer.is_global_zero:
             log.info(
-                "%s came in evaluation mode and %s now in training mode, so that dropout works. To keep evaluation "
-                "mode, call .eval() in on_train_epoch_start.",
+                "%s started in evaluation mode and %s now in training mode, so that dropout is active. To keep "
+                "evaluation mode, call .eval() in on_train_epoch_start.",
                 first_names(names),
                 "is" if len(names) == 1 else "are",
             )
@@ -263,13 +263,13 @@ class Optimization:
         if parameters:
             raise TaskError(
                 f"training_step changed weights in step {self.state.global_step + 1}: {first_names(parameters)}. It "
-                f"runs once per batch of {replicas} replicas, so the result would depend on their assignment to "
-                f"processes. Change such weights (a teacher, an average) in on_step_end, which runs once per step, "
-                f"after the optimizers. An Embedding with max_norm changes its weight: call weight.renorm_ there."
+                f"runs for each batch of {replicas} replicas, so the result would depend on their assignment to "
+                f"processes. Change such weights (of a teacher, for example) in on_step_end, which runs once per step, "
+                f"after the optimizers. If an Embedding has max_norm, call weight.renorm_ there instead."
             )
         if buffers and self.strategy.place.rank == 0:
             log.warning(
-                "training_step changes the buffers %s. Of a step's %d replicas, only the first one's changes are kept.",
+                "training_step changes the buffers %s. With %d replicas, only the changes of the first one are kept.",
                 first_names(buffers),
                 replicas,
             )
@@ -374,7 +374,7 @@ class Optimization:
             if self.trainer.checkpoint_callback is not None:
                 self.trainer.checkpoint_callback.save(self.trainer, always=True)
             raise ConfigError(
-                f"The learning rate scheduler monitors {name!r}, which was never logged; logged: {sorted(metrics)}."
+                f"The learning rate scheduler monitors {name!r}, which was never logged. Logged: {sorted(metrics)}."
                 f"{did_you_mean(name, metrics)} To continue without it, set strict=False in the lr_scheduler dict."
             )
         return None

@@ -154,12 +154,12 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 def _require_support(name: str, device_type: str) -> None:
     if name == "64-true" and widest_float(torch.device(device_type)) is not torch.float64:
         raise ConfigError(
-            f"trainer.precision 64-true: {device_type} devices have no float64. Use 32-true, or accelerator=cpu."
+            f"trainer.precision 64-true: {device_type} devices do not support float64. Use 32-true or accelerator=cpu."
         )
     if name.startswith("bf16") and not has_bfloat16(device_type):
         raise ConfigError(
-            f"trainer.precision {name}: this {device_type} device has no bfloat16. "
-            f"Use {name.replace('bf16', '16')} or 32-true."
+            f"trainer.precision {name}: this {device_type} device does not support bfloat16. Use "
+            f"{name.replace('bf16', '16')} or 32-true."
         )
     if name in _AUTOCAST and not autocasts(device_type, _AUTOCAST[name]):
         raise ConfigError(

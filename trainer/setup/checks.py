@@ -40,7 +40,7 @@ def check_arguments(trainer: "Trainer") -> None:
         try:
             parse_duration(trainer.val_check_interval)
         except ConfigError as error:
-            raise ConfigError(f"trainer.val_check_interval takes a number or a duration. {error}") from None
+            raise ConfigError(f"trainer.val_check_interval must be a number or a duration. {error}") from None
     fault = name_problem(trainer.run_name)
     if fault is not None:
         raise ConfigError(f"trainer.run_name {fault}")
@@ -50,7 +50,7 @@ def check_arguments(trainer: "Trainer") -> None:
             raise ConfigError(f"trainer.loader has no option {option!r}.{hint}")
     if not isinstance(trainer.checkpoint_format, (CheckpointFormat, type(None))):
         raise ConfigError(
-            f"trainer.checkpoint_format takes an object with the methods name, write, read and remove (see "
+            f"trainer.checkpoint_format must be an object with the methods name, write, read and remove (see "
             f"legato.CheckpointFormat); got {describe_kind(trainer.checkpoint_format)}."
         )
     # Lightning's 0 means no clipping
@@ -85,7 +85,7 @@ def check_task(trainer: "Trainer", task: Any, request: Request, is_sent: bool = 
         base = "" if is_class else ": subclass lg.Task instead of nn.Module"
         call, head = f"trainer.{stage}({kind.__name__}", f"class {kind.__name__}("
         lines = (f"{call})", f"{call}())") if is_class else (f"{head}nn.Module):", f"{head}lg.Task):")
-        raise TaskError(f"{stage} takes a legato Task, got {describe_kind(task)}{base}.{correction(*lines)}")
+        raise TaskError(f"{stage} expects a legato Task, got {describe_kind(task)}{base}.{correction(*lines)}")
     # the task is pickled for the workers, which would fail late and with an obscure message
     if is_sent:
         require_sendable(task)
@@ -94,10 +94,10 @@ def check_task(trainer: "Trainer", task: Any, request: Request, is_sent: bool = 
     for name in (step, "configure_optimizers" if stage == "fit" else None):
         is_ready = name == "predict_step" and task.predict_step is not None
         if name is not None and not is_ready and not overrides(task, Task, name):
-            raise TaskError(f"{lacking(task, name)}, which {stage} needs. Define it.{nearest(task, name)}")
+            raise TaskError(f"{lacking(task, name)}, which {stage} requires. Define it.{nearest(task, name)}")
     if stage == "fit" and "validation" in request.loaders and not overrides(task, Task, "validation_step"):
         raise TaskError(
-            f"fit got validation loaders, but {lacking(task, 'validation_step')}. Define it, or leave the loaders out."
+            f"fit got validation loaders, but {lacking(task, 'validation_step')}. Define it or omit the loaders."
         )
     # as in Lightning, None disables a step, loader or hook; any other method set to None would fail when called
     check_nones(task, Task, (*STEP_NAMES, *LOADERS.values(), *TASK_HOOKS, *vars(DataHooks)))

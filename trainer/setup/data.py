@@ -83,10 +83,10 @@ def plan_validation(call: Call) -> None:
     # 1.0 is an epoch, 1 is one batch
     elif isinstance(interval, float):
         if over_epochs and interval == 1.0:
-            raise ConfigError("check_val_every_n_epoch=None needs val_check_interval as a count of batches (int).")
+            raise ConfigError("check_val_every_n_epoch=None requires val_check_interval as a number of batches.")
         if interval != 1.0 and rounds is None:
             raise ConfigError(
-                f"val_check_interval={interval} is a fraction of an epoch, but the training loader has no length. Set "
+                f"val_check_interval={interval} is a fraction of an epoch, but the training loader has no length. Use "
                 f"a number of batches (int)."
             )
         call.data.validation_rounds = None if interval == 1.0 else max(1, int((rounds or 0) * interval))
@@ -146,11 +146,11 @@ def make_training_data(call: Call, begun: Mapping[str, Any] | None = None) -> No
         data = own_shares(data, call.strategy.collectives, counter_of(call.task))
     elif even and isinstance(data, StreamData) and call.state.replicas > 1:
         raise ConfigError(
-            f"trainer.use_distributed_sampler='even' (True in a Lightning script) repeats samples of data that can be "
-            f"read at any position, but {name_of(loader)} cannot. Let its dataset yield each process its own share, "
-            f"with itertools.islice(samples, torch.distributed.get_rank(), None, torch.distributed.get_world_size()) "
-            f"in __iter__. Combine loaders with 'min_size' or 'max_size_cycle'. Outside Lightning compatibility mode, "
-            f"use_distributed_sampler=true distributes the batches."
+            f"trainer.use_distributed_sampler='even' (True in a Lightning script) repeats samples, but "
+            f"{name_of(loader)} cannot be read at any position. In the dataset's __iter__, let each process yield its "
+            f"own share, with itertools.islice(samples, torch.distributed.get_rank(), None, "
+            f"torch.distributed.get_world_size()). Combine loaders with 'min_size' or 'max_size_cycle'. Outside "
+            f"Lightning compatibility mode, use_distributed_sampler=true distributes the batches."
         )
     call.data.loaders["train"] = loaders
     call.data.training, trainer.lengths["train"], data.content = data, data.rounds, {}
@@ -229,7 +229,7 @@ def make_evaluation_data(call: Call, stage: str) -> None:
     for length, count in zip(data.lengths, data.counts, strict=True):
         if length and limit and count == 0:
             raise ConfigError(
-                f"{limit_name}={limit} of {length} batches is less than one. Set 0, or at least {1 / length:.2g}."
+                f"{limit_name}={limit} of {length} batches is less than one batch. Set 0 or at least {1 / length:.2g}."
             )
     trainer.lengths[stage] = data.rounds()
     # without a batch there is no evaluation, and its hooks are not called
@@ -254,7 +254,7 @@ def require_length(loader: Any, name: str, limit: int | float) -> None:
     """Raise ConfigError if the limit `name` is a fraction but the loader has no length."""
     if isinstance(limit, float) and 0.0 < limit < 1.0 and length_of(loader) is None:
         raise ConfigError(
-            f"trainer.{name}={limit} is a fraction, but the loader has no length. Set a number of batches (int)."
+            f"trainer.{name}={limit} is a fraction, but the loader has no length. Use a number of batches (int)."
         )
 
 
@@ -299,16 +299,16 @@ def require_shares_fit(call: Call, origin: str) -> None:
     )
     # a share belongs to its process: with a different number of processes, a step has different samples
     reasons = {
-        "which an elastic run cannot give to other processes when this one leaves": call.members_change,
-        "which has no indices for trainer.leave_out_samples": call.trainer.leave_out_samples,
-        "but reproducible='bitwise' must be the same on any number of processes": call.bitwise,
-        f"which serves one replica, but there are {replicas} replicas on {processes} processes. {remedy}": replicas
+        "An elastic run cannot give a share to other processes when its process leaves": call.members_change,
+        "A share has no indices for trainer.leave_out_samples": call.trainer.leave_out_samples,
+        "Under reproducible='bitwise', results must not depend on the number of processes": call.bitwise,
+        f"A share serves one replica, but there are {replicas} replicas on {processes} processes. {remedy}": replicas
         != processes,
     }
     for reason in (reason for reason, holds in reasons.items() if holds):
         raise ConfigError(
-            f"Each process's loader yields its own share of the training data ({origin}), {reason}. To let Legato "
-            f"distribute the data, give each process all of it."
+            f"Each process's loader yields its own share of the training data ({origin}). {reason}. To let Legato "
+            f"distribute the data, give each process all of the data."
         )
 
 

@@ -65,7 +65,7 @@ def find_start(call: Call, request: Request) -> tuple[Start, dict[str, Any] | No
         if start.config_from is not None and request.source == "auto":
             raise ConfigError(
                 f"resume=auto uses the config of {start.config_from} on rank 0, but rank {strategy.place.rank} cannot "
-                f"find that run. Share the folder of the runs, or copy that run's config to each node."
+                f"find that run. Share the folder of runs between nodes, or copy that run's config to each node."
             )
         if start.source is None:
             break
@@ -158,7 +158,7 @@ def evaluation_directory(trainer: "Trainer", stage: str, source: Location) -> Pa
     try:
         return None if run is None else places.create(location_of(run) / EVALUATIONS, stage, new_identity(), stage)
     except ConfigError as error:
-        log.info("This evaluation gets a separate run directory. %s", error)
+        log.info("This evaluation uses a separate run directory. %s", error)
         return None
 
 
@@ -184,7 +184,7 @@ def named_checkpoint(trainer: "Trainer", name: Any, is_fit: bool) -> Location:
         )
     path = {"last": last, "best": best}.get(str(name), name)
     if not path:
-        raise CheckpointError(f"There is no {name!r} checkpoint: this trainer has written none. Pass a path.")
+        raise CheckpointError(f"There is no {name!r} checkpoint: this trainer has not written one. Pass a path.")
     place = to_location(path)
     if isinstance(place, Path) and not place.exists():
         hint = did_you_mean(str(path), ("auto", "last", "best", "none"))

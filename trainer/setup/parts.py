@@ -89,7 +89,8 @@ def make_loggers(wanted: Any) -> list[Logger]:
     for logger in loggers:
         if not isinstance(logger, Logger):
             raise ConfigError(
-                f"trainer.logger takes True, False, a legato Logger or a list of them; got {describe_kind(logger)}."
+                f"trainer.logger must be True, False, a legato Logger or a list of loggers; got "
+                f"{describe_kind(logger)}."
             )
     return loggers
 
@@ -103,7 +104,7 @@ def make_callbacks(trainer: "Trainer", wanted: Any) -> list[Callback]:
         if not isinstance(callback, Callback):
             name = callback.__name__ if isinstance(callback, type) else ""
             example = correction(f"callbacks=[{name}]", f"callbacks=[{name}()]") if name else ""
-            raise ConfigError(f"trainer.callbacks takes legato Callbacks; got {describe_kind(callback)}.{example}")
+            raise ConfigError(f"trainer.callbacks must list legato Callbacks; got {describe_kind(callback)}.{example}")
     logs = bool(trainer.loggers)
     defaults: list[tuple[bool, type[Callback], dict[str, Any]]] = [
         (trainer.enable_progress_bar, classes.ProgressBar, {}),
