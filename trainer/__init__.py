@@ -1,4 +1,4 @@
-"""The training loop and its parts. Start reading with the loop in `trainer.py`.
+"""The training loop and its parts.
 
-The other modules are parts that it uses.
+Start reading with the loop in `trainer.py`, which uses the other modules.
 """

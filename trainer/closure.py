@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Closure:
-    """Callable that returns the loss of a step. At its first call, the gradients have already been computed.
+    """Callable that returns the loss of a step. When it is first called, the gradients have already been computed.
 
     Each later call clears the gradients, reruns all batches of the step without logging, and clips the new gradients.
     The first call does the same if the gradients have been cleared or the weights have changed.
@@ -106,8 +106,8 @@ def use_closures(call: Any, optimization: Optimization) -> None:
     fits = is_alone and not several and len(optimization.optimizers) == 1
     if needed and (not fits or strategy.precision.scaler is not None or trainer.nan == "skip"):
         raise ConfigError(
-            f"{needed[0]} evaluates the loss several times a step: it needs one process with one replica on one "
-            f"device, a single optimizer, and neither precision 16-mixed nor nan=skip. Otherwise set "
+            f"{needed[0]} evaluates the loss several times a step, which requires a single process, replica, device "
+            f"and optimizer, and rules out precision 16-mixed and nan=skip. Otherwise, set "
             f"automatic_optimization = False and call optimizer.step(closure) in training_step; strategy ddp then "
             f"requires one process per replica."
         )

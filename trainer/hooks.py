@@ -142,7 +142,7 @@ def check_hook_arguments(owner: Task | DataModule | Callback) -> None:
 
 
 def describe_misnomers(owner: Task | DataModule | Callback) -> Iterator[str]:
-    """Yield a message for each method that is never called but whose name resembles that of a hook or step."""
+    """Yield a message for each method that Legato never calls but whose name resembles that of a hook or step."""
     base, hooks, steps = names_of(owner)
     hook_names, step_names = set(hooks), set(steps)
     inherited = {name for kind in base.__mro__ for name in vars(kind)}
@@ -220,7 +220,7 @@ TASK_METHODS = (
 
 
 def counter_of(task: Task) -> Callable[[Any], int] | None:
-    """Return the task's count_samples; None to use the length of a batch's tensors, which must be equal."""
+    """Return the task's count_samples, or None to count samples by the length of a batch's tensors."""
     return task.count_samples if overrides(task, Task, "count_samples") else None
 
 
@@ -231,8 +231,8 @@ HOOK_ARGUMENTS = ("batch", "batch_idx", "dataloader_idx")
 def count_arguments(task: Any, step: str, several_loaders: bool = True) -> int:
     """Return how many of (batch, batch_idx, dataloader_idx) the step accepts.
 
-    As in Lightning, dataloader_idx is passed to a step with `*args`, or with a third argument that has another name and
-    a default, only if `several_loaders` is true.
+    As in Lightning, two kinds of steps receive dataloader_idx only if `several_loaders` is true: those with `*args`,
+    and those whose third argument has a default and a name other than dataloader_idx.
 
     Raises TaskError if the step accepts no batch or requires other arguments.
     """

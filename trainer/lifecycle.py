@@ -65,7 +65,7 @@ def begin(trainer: "Trainer", request: Request) -> Iterator[Run]:
 
 
 def named(run: Call, error: BaseException) -> BaseException:
-    """Return the error to raise: `error`, or an explanation of it.
+    """Return the error to raise: `error`, or one that explains it.
 
     For an exit, a debugger or a failed collective, the explanation reports the ranks and the cause.
     """

@@ -33,7 +33,7 @@ class Preempted(BaseException):
 
 
 class Preemption:
-    """Signal handling for one call to fit. As a context manager, it turns Preempted into a checkpoint and an exit."""
+    """Signal handling for one call to fit. If Preempted is raised in its context, it saves a checkpoint and exits."""
 
     def __init__(self, trainer: "Trainer", stage: str, agreement: Agreement) -> None:
         self.trainer, self.stage, self.agreement = trainer, stage, agreement

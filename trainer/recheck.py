@@ -31,7 +31,7 @@ BITS = 2**64 - 1
 
 
 class Recheck:
-    """Computes the forward and backward passes of the first and every n-th step twice, and compares their hashes.
+    """Second computation of the first and every n-th step, to compare the hashes of both forward and backward passes.
 
     The second computation logs nothing and restores metrics and generators, so it does not affect the run.
     """

@@ -303,10 +303,10 @@ class Run(Call):
                     getattr(logger, method)(values, step)
 
     def log_point(self) -> Reduced:
-        """Return the latest step's values over all replicas, and agree as `agree_on_stop` does.
+        """Return the latest step's values over all replicas, and reach the same agreement as `agree_on_stop`.
 
-        If the same ranks do both, one collective carries losses, names, values and requests to stop. Raises
-        NonFiniteError, on every rank, if a loss since the last check was not finite.
+        If the same ranks take part in both, a single collective carries losses, names, values and requests to stop.
+        Raises NonFiniteError, on every rank, if a loss since the last check was not finite.
         """
         self.strategy.timeouts.end_startup()
         checks, agreement, step = self.trainer.nan == "raise", self.agreement, self.state.global_step
@@ -429,7 +429,7 @@ class Run(Call):
             )  # fmt: skip
 
     def show_step(self) -> None:
-        """Publish the latest step's values unless this has been done. All ranks must call this."""
+        """Publish the latest step's values unless they have been published. All ranks must call this."""
         # a logged step is published already
         if self.state.logged_at != self.state.global_step:
             self.trainer.publish(self.metrics.newest_values(), write=False)
@@ -496,6 +496,6 @@ class Run(Call):
         }
 
     def set_accumulation(self, batches: int) -> None:
-        """Accumulate this many batches per replica and step, from the current epoch on."""
+        """Set the number of batches per replica and step, from the current epoch on."""
         self.trainer.accumulate_grad_batches = self.data.samples["accumulate_grad_batches"] = batches
         self.training_data.dealing = replace(self.training_data.dealing, accumulate=batches)

@@ -112,7 +112,7 @@ class Schedule:
             self.optimization.step_schedulers("step", state.global_step, plateau=True)
 
     def end_epoch(self) -> None:
-        """Step an epoch-interval ReduceLROnPlateau, and mark the epoch as ended. It only remains to be counted."""
+        """Step an epoch-interval ReduceLROnPlateau and mark the epoch as ended, so that it can be counted."""
         self.optimization.step_schedulers("epoch", self.state.epoch + 1, plateau=True)
         self.state.epoch_ended = True
 

@@ -9,7 +9,7 @@ from ..base.errors import CheckpointError
 
 @dataclass
 class State:
-    """Progress of a run, stored in checkpoints as it is. No field depends on the number of processes."""
+    """Progress of a run. Checkpoints store all of its fields, none of which depends on the number of processes."""
 
     replicas: int = 1
     """Number of logical data-parallel workers, fixed when the run started."""

@@ -39,13 +39,13 @@ def of_attribute(path: str) -> Switch:
 
 
 def of_precision(name: str) -> Switch:
-    """Return the switch for a backend's float32 precision. It reads "none" as "ieee", which torch defines as equal."""
+    """Return the switch for a backend's float32 precision. It reads "none" as "ieee": both mean the same in torch."""
     plain = of_attribute(f"{name}.fp32_precision")
     return Switch(lambda: {"none": "ieee"}.get(value := plain.read(), value), plain.write)
 
 
 def of_library(ask: Callable[..., Any]) -> Switch:
-    """Return the switch for torch's choice of a library, whose value is the library's name."""
+    """Return the switch for the library that torch prefers; its value is the library's name."""
     return Switch(lambda: str(ask()).rpartition(".")[2].lower(), ask)
 
 

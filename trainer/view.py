@@ -229,7 +229,7 @@ class TrainerView(TrainerArguments):
 
     @property
     def num_training_batches(self) -> int | float:
-        """Batches per replica in an epoch; infinity if the loader has no length."""
+        """Number of batches per replica in an epoch; infinity if the loader has no length."""
         data = None if self.lengths and self.run is None else self.current_run.data.training
         rounds = self.lengths.get("train") if data is None else data.rounds
         return float("inf") if rounds is None else rounds
@@ -246,22 +246,22 @@ class TrainerView(TrainerArguments):
 
     @property
     def num_val_batches(self) -> list[int | float]:
-        """Batches per replica of each validation loader."""
+        """Number of batches per replica of each validation loader."""
         return self._counts("validation")
 
     @property
     def num_test_batches(self) -> list[int | float]:
-        """Batches per replica of each test loader."""
+        """Number of batches per replica of each test loader."""
         return self._counts("test")
 
     @property
     def num_predict_batches(self) -> list[int | float]:
-        """Batches per replica of each prediction loader."""
+        """Number of batches per replica of each prediction loader."""
         return self._counts("predict")
 
     @property
     def steps_per_epoch(self) -> int | float:
-        """Optimizer steps in an epoch; infinity if the loader has no length."""
+        """Number of optimizer steps in an epoch; infinity if the loader has no length."""
         batches = self.num_training_batches
         return batches if batches == float("inf") else -(-int(batches) // self.accumulate_grad_batches)
 

@@ -72,7 +72,7 @@ CASES = {
     "a plan nearly": (lambda: Planned(hed="column"), named("mesh", tensor=2), "Did you mean 'head'?"),
     "a plan of other words": (lambda: Planned(head="colunm"), named("mesh", tensor=2), "Did you mean 'column'?"),
     "a width that is not even": (lambda: Planned(head="column"), named("mesh", tensor=2), "3"),
-    "sparse gradients": (Looked, named("mesh", tensor=2), "cannot work on the sparse gradients of table"),
+    "sparse gradients": (Looked, named("mesh", tensor=2), "cannot be used with the sparse gradients of table"),
     "blocks of no class": (Net, named("fsdp", shard_blocks=["Linaer"]), "Did you mean 'Linear'?"),
     "own shares": (
         Net,

@@ -262,7 +262,7 @@ def test_loaders_and_a_data_module(trainer):
 
 
 def test_more_processes_than_replicas():
-    with pytest.raises(ConfigError, match=r"more processes than replicas.*at most 2 processes.*got 4.*replicas=4"):
+    with pytest.raises(ConfigError, match=r"more processes than replicas.*replicas=2, but 4 processes.*replicas=4"):
         Layout(replicas=2, processes=4)
 
 

@@ -62,7 +62,7 @@ def test_of_bsam_too(tmp_path):
 
 
 def test_sam_is_refused_on_two_processes_before_the_first_step(tmp_path):
-    with pytest.raises(ConfigError, match=r"^SAM evaluates the loss several times a step: it needs one process"):
+    with pytest.raises(ConfigError, match=r"^SAM evaluates the loss several times a step, which requires"):
         make_trainer(tmp_path, devices=2, strategy="ddp").fit(Made(sam), make_loader(16))
 
 

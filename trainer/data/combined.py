@@ -286,7 +286,7 @@ class CombinedSource:
     batch_size, own_batches = 1, True
 
     def __init__(self, loader: CombinedLoader, seed: int, in_order: bool = False, padded_for: int = 1) -> None:
-        """Wrap the loaders. The first one has the same order and random numbers as it would alone.
+        """Wrap the loaders. The first one has the same order and random numbers as it would on its own.
 
         Args:
             padded_for: number of replicas for which each loader repeats samples, so that all replicas get batches of

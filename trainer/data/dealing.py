@@ -68,13 +68,13 @@ class DealtData:
 
     @property
     def rounds(self) -> int | None:
-        """Batches per replica in an epoch; None if unknown before the order is drawn."""
+        """Number of batches per replica in an epoch; None if unknown until the order is drawn."""
         positions = self.source.positions(0)
         return None if positions is None else self._deal(positions).rounds
 
     @property
     def is_even(self) -> bool:
-        """Whether every replica has a batch in each round of an epoch; True if unknown before the order is drawn."""
+        """Whether every replica has a batch in each round of an epoch; True if unknown until the order is drawn."""
         positions = self.source.positions(0)
         if positions is None:
             return True
@@ -115,10 +115,10 @@ class DealtData:
         return batch if combined is None else combined.pieces(batch)[combined.names.index(name)]
 
     def changed_content(self, before: Mapping[str, Any]) -> list[str]:
-        """Return the loaders whose samples differ from `before`, the resumed run's `content`; update `content`.
+        """Return the loaders whose samples differ from `before`, the resumed run's `content`.
 
-        Each batch is read twice, in a worker process if the loader has workers. Values that differ between the two
-        reads, and batches that cannot be read, are ignored.
+        Also updates `content`. Each batch is read twice, in a worker process if the loader has workers. Values that
+        differ between the two reads, and batches that cannot be read, are ignored.
         """
         self.content, changed = dict(before), list[str]()
         for name, part in self.source.map_loaders().items():
@@ -221,9 +221,9 @@ class EvaluationData:
         """Wrap the loaders. All ranks must call this.
 
         Args:
-            shares: indices of loaders that are known to yield each process's own share.
+            shares: indices of loaders that are known to yield a separate share in each process.
             ranks: the ranks that compare samples to find out whether a loader yields the same data on all of them.
-            expects_shares: whether to treat map-style data that cannot be compared as a share.
+            expects_shares: whether to treat map-style data as a share if its samples cannot be compared.
             count: function that counts the samples in a stream's batch.
         """
         self.loaders, self.limit, self.ranks = loaders, limit, ranks

@@ -134,9 +134,9 @@ class Layout:
     def __post_init__(self) -> None:
         if self.processes > self.replicas:
             raise ConfigError(
-                f"more processes than replicas: expected at most {self.replicas} processes, one for each replica of "
-                f"this run, got {self.processes}; start {self.replicas} or fewer, or start a new run with "
-                f"trainer.replicas={self.processes}"
+                f"There are more processes than replicas: this run has trainer.replicas={self.replicas}, but "
+                f"{self.processes} processes. Start at most {self.replicas}, or start a new run with "
+                f"trainer.replicas={self.processes}."
             )
 
     def owned(self, process: int) -> range:

@@ -74,18 +74,18 @@ class StreamData:
 
     @property
     def rounds(self) -> int | None:
-        """Batches per replica in an epoch; None if the stream has no length."""
+        """Number of batches per replica in an epoch; None if the stream has no length."""
         return self.share
 
     @property
     def share(self) -> int | None:
-        """Batches per replica in this process's loader; None if it has no length."""
+        """Number of batches per replica in this process's loader; None if it has no length."""
         length = length_of(self.loader)
         return apply_limit(self.limit, None if length is None else -(-length // self.dealing.layout.replicas))
 
     @property
     def forward_is_keyed(self) -> bool:
-        """Whether the generators are still keyed by position in the forward pass, as with one batch per step.
+        """Whether loading leaves the generators keyed for the forward pass, which requires one batch per step.
 
         If not, they would have to be reseeded before the forward pass, which costs 10 us.
         """
@@ -250,7 +250,7 @@ class StreamData:
     def changed_content(self, before: Mapping[str, Any]) -> list[str]:
         """Return an empty list, because a stream cannot be read at another position.
 
-        It is checked only at the position where it continues.
+        A stream is checked only at the position where it continues.
         """
         return []
 
@@ -265,7 +265,7 @@ class StreamData:
         return {"epoch": self.opened, "ended": self.ended, **place}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a result of `state_dict`, which is used only if the same epoch is opened next."""
+        """Restore a state returned by `state_dict`. It is used only if the same epoch is opened next."""
         self.restored = state
 
 
@@ -289,7 +289,7 @@ class OwnShares(StreamData):
         """Wrap a loader. All ranks must call this.
 
         Args:
-            dealing: the settings that assign the run's batches to all processes.
+            dealing: the settings that assign the run's batches across all processes.
             ranks: the ranks that read shares.
             count: function that counts the samples in a batch.
         """
@@ -305,7 +305,7 @@ class OwnShares(StreamData):
 
     @property
     def rounds(self) -> int | None:
-        """Batches of the process with the largest share; None if a loader has no length."""
+        """Number of batches in the largest share; None if a loader has no length."""
         return self.longest
 
     def epoch(self, epoch: int, start_step: int = 0, batches_at_most: int | None = None) -> Iterator[StepInput]:
@@ -344,13 +344,13 @@ class OwnShares(StreamData):
         return {"shares": states} if all(states) else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a result of `state_dict`, which is used only if the same epoch is opened next."""
+        """Restore a state returned by `state_dict`. It is used only if the same epoch is opened next."""
         if "shares" in state:
             super().load_state_dict(state["shares"][self.run_dealing.process])
 
 
 def own_shares(data: Any, ranks: Ranks, count: Callable[[Any], int] | None = None) -> OwnShares:
-    """Return training data that treats the loader of `data` as each process's own share; see `OwnShares`."""
+    """Return training data that reads the loader of `data` as a separate share in each process; see `OwnShares`."""
     shares = OwnShares(data.loader, data.dealing, data.limit, ranks, count)
     log_share("training", data.loader, ranks)
     if hasattr(data.loader, "__next__"):  # an iterator cannot start over with this process's random numbers

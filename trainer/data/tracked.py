@@ -1,7 +1,7 @@
 """DataLoaders over streams. Each batch carries its number of samples and the dataset's state after the batch.
 
-Workers read ahead of training, so only the worker that makes a batch knows the dataset's state after it. The state
-travels with the batch, as in torchdata's StatefulDataLoader.
+Workers read ahead of training, so only the worker that creates a batch knows the dataset's state at that point. The
+worker sends this state with the batch, as in torchdata's StatefulDataLoader.
 """
 
 from collections.abc import Iterator, Mapping
@@ -106,7 +106,7 @@ class TrackedLoader:
         self.newest, self.batch = worker, batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the readers' states after the latest noted batch; empty if there are none."""
+        """Return the readers' states after the latest batch recorded by `note`; empty if there are none."""
         if not self.states:
             return {}
         states = [[worker, *pair] for worker, pair in sorted(self.states.items())]
@@ -153,7 +153,7 @@ def has_state(dataset: Any) -> bool:
 
 
 def tracked(loader: Any) -> TrackedLoader | None:
-    """Return a TrackedLoader; None if `loader` is not a DataLoader with torch's iteration.
+    """Return a TrackedLoader; None if `loader` is not a DataLoader or overrides torch's iteration.
 
     Also returns None if tracking is not needed: batches from torch's collate functions show their number of samples, so
     only a dataset with a state is tracked.

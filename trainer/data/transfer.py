@@ -13,7 +13,7 @@ ALIGNMENT = 64
 
 
 class CopyStream:
-    """Separate stream that copies the next batch to a device while the current batch computes.
+    """Separate stream that copies the next batch to a device during the computation of the current batch.
 
     No batch is read ahead of its step. The host queues a batch's kernels long before the device runs them, and a copy
     on another stream does not wait for these kernels. At most one extra batch occupies device memory: before each copy,
@@ -69,7 +69,7 @@ def to_device(batch: Any, device: torch.device, copies: CopyStream | None = None
 
 
 def to_host(value: Any) -> Any:
-    """Return `value` with every tensor moved to host memory, so that it uses no device memory and can be sent."""
+    """Return `value` with all tensors in host memory, so that it can be sent to other processes."""
     return map_tensors(value, lambda tensor: tensor.cpu(), lambda item: item.to(torch.device("cpu")))
 
 

@@ -63,7 +63,7 @@ def signals_attended() -> Iterator[None]:
 
 @contextmanager
 def prepared_workers(loader: Any) -> Iterator[None]:
-    """Install WorkerSetup on the loader in this context, for workers that start within the context."""
+    """Install WorkerSetup on the loader for workers that start within this context."""
     if not getattr(loader, "num_workers", 0) or not hasattr(loader, "worker_init_fn"):
         yield
         return

@@ -296,7 +296,7 @@ class Metrics:
         return list(zip(series, replicas, to_floats(values), to_floats(weights), steps, strict=True))
 
     def count(self, rows: Iterable[Row]) -> None:
-        """Add values to the sums of the epoch, and to the sums of the latest step of series with per-step values."""
+        """Add values to the sums of the epoch and, for series with per-step values, to those of the latest step."""
         for series, replica, value, weight, step in rows:
             if series.keeps_sums:
                 accumulate(series.sums, replica, series.kind, value, weight)
@@ -311,7 +311,7 @@ class Metrics:
         self.dropped = self.step
 
     def check_losses(self) -> None:
-        """Raise NonFiniteError, with the first step concerned, if a loss is not finite. All ranks must call this."""
+        """Raise NonFiniteError, with the step, if a loss is not finite. All ranks must call this."""
         first = self._first_bad_loss()
         if self.processes > 1:
             first = self.collectives.all_reduce(torch.tensor([first], dtype=torch.float64), "min").item()
@@ -354,7 +354,7 @@ class Metrics:
     def log_point(self, checks_losses: bool, extra: Sequence[float]) -> tuple[Reduced, list[float]]:
         """Return the latest step's values over all replicas, and the maximum over ranks of each number in `extra`.
 
-        A single collective gathers both. If `checks_losses` is true, it also does the work of `check_losses`.
+        A single collective gathers both. If `checks_losses` is true, it also checks the losses, as `check_losses` does.
         """
         # negated, since the exchange takes maxima but the first bad step is a minimum
         extra = [-self._first_bad_loss() if checks_losses else -NEVER, *extra]

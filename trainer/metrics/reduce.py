@@ -128,7 +128,7 @@ def accumulate(sums: dict[int, list[float]], replica: int, kind: str, value: flo
 
 
 def extreme(kind: str, values: Sequence[float]) -> float:
-    """Return the minimum or maximum; as in torch, NaN if any value is NaN."""
+    """Return the minimum or maximum; NaN if any value is NaN, as in torch."""
     # Python's min and max return a NaN or not depending on its position, that is, on the replicas
     if any(map(math.isnan, values)):
         return math.nan

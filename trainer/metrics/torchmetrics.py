@@ -49,7 +49,7 @@ def gather_state(state: Tensor, group: Any = None) -> list[Tensor]:
 
 
 class MetricStates:
-    """The metrics of a task, and the states of this process's replicas that the metric objects do not hold."""
+    """The metrics of a task, and the states of this process's replicas that are not in the metric objects."""
 
     def __init__(self, task: nn.Module, replicas: Iterable[int], by_replica: bool) -> None:
         """Collect the metrics in `task`.
@@ -249,7 +249,7 @@ def load_states(metric: Any, states: States) -> None:
 
 
 def merged_in_order(metric: Any, by_replica: Mapping[int, States]) -> States:
-    """Return the states of all these replicas, merged in replica order."""
+    """Return the states of several replicas, merged in replica order."""
     parts = [by_replica[replica] for replica in sorted(by_replica)]
     if len(parts) == 1:
         return copied(parts[0])  # unchanged: `update` could not continue from the shape of a stacked state

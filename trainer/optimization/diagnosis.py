@@ -120,7 +120,7 @@ def diagnose_forward(trainer: "Trainer") -> list[str]:
 
 
 def first_bad_module(trainer: "Trainer", item: ReplicaBatch, batch: Any) -> tuple[str, nn.Module, bool] | None:
-    """Rerun training_step on a batch. Return the first module with a NaN output, or else an infinite output.
+    """Rerun training_step on a batch; return the first module whose output is NaN or, failing that, infinite.
 
     The returned bool is True if the input of this module was finite.
     """

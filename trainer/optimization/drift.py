@@ -35,13 +35,16 @@ class DriftGuard:
         """Compare the weights after `step` if enough time has passed.
 
         Args:
-            elapsed: the agreed elapsed time of the run in seconds.
+            elapsed: the elapsed time of the run in seconds, equal on all ranks.
         """
         if elapsed >= self.next_time:
             self.compare(step, elapsed)
 
     def compare(self, step: int, elapsed: float) -> None:
-        """Compare the weights once per step. Raises DisagreementError if they differ. All ranks must call this."""
+        """Compare the weights, at most once per step. All ranks must call this.
+
+        Raises DisagreementError if the weights differ.
+        """
         # a save or the end of training may follow a logging point that has already compared this step
         if self.ranks.size == 1 or self.compared_at == step:
             return
@@ -84,16 +87,16 @@ def describe_differing(ranks: Ranks, names: list[str], numbers: list[int]) -> st
 
 
 def on_host(parts: list[Tensor]) -> Tensor:
-    """Return sums of bits in one tensor on the host."""
+    """Return the sums of bits as one tensor on the host."""
     # first to one device, then to the host in a single copy, since each copy to the host synchronizes
     return torch.stack([part.to(parts[0].device) for part in parts]).cpu() if parts else torch.zeros(0).long()
 
 
 def sums_of_bits(tensor: Tensor) -> list[Tensor]:
-    """Return, for each plain tensor in a tensor, the sum of its bits as integers. The sum is exact in any order.
+    """Return the sums of the bits, read as integers, of the plain tensors that make up `tensor`.
 
-    On a CPU, torch.hash_tensor reads 5 GB/s, and this function reads 27 GB/s. torch.hash_tensor also uses exclusive or,
-    in which two changes of the same bit cancel out.
+    The sums are exact in any order. On a CPU, torch.hash_tensor reads 5 GB/s, and this function reads 27 GB/s.
+    torch.hash_tensor also uses exclusive or, in which two changes of the same bit cancel out.
     """
     if tensor.is_meta:
         return []

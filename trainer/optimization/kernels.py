@@ -56,7 +56,10 @@ def class_of(optimizer: Optimizer) -> str:
 
 
 def require_same_ranks(by_rank: Sequence[Mapping[str, Any]]) -> None:
-    """Raise ConfigError, which lists the differences on a rank, if the numerics of a bitwise run differ."""
+    """Raise ConfigError if numeric settings of a bitwise run differ between ranks.
+
+    The error lists the differences between rank 0 and another rank.
+    """
     first = by_rank[0]
     for rank, here in enumerate(by_rank):
         unequal = [f"{name} is {here[name]!r} (rank 0: {first[name]!r})" for name in here if here[name] != first[name]]

@@ -39,8 +39,8 @@ def require_dense_gradients(task: nn.Module, reasons: Sequence[str]) -> None:
     # torch fails in the first backward or clip, and names a kernel rather than a layer
     if names and reasons:
         raise ConfigError(
-            f"{' and '.join(reasons)} cannot work on the sparse gradients of {first_names(names)}: make the layer with "
-            f"sparse=False, or leave {' and '.join(reasons)} out."
+            f"{' and '.join(reasons)} cannot be used with the sparse gradients of {first_names(names)}. Create the "
+            f"layer with sparse=False, or omit {' and '.join(reasons)}."
         )
 
 

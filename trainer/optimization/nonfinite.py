@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class SkipGuard:
-    """Check of a step's gradients before its update; the update is skipped if they are not finite.
+    """Guard that skips the update of a step whose gradients are not finite.
 
     Reduced gradients are equal on all ranks, so all ranks skip the same steps without a collective. When a step is
     skipped, its changes to buffers, torchmetrics states and logged values are reverted, but the step still counts.
@@ -39,7 +39,7 @@ class SkipGuard:
         self.metrics_before = metrics.states.snapshot()
 
     def begin_step(self) -> None:
-        """Copy everything except the weights that a step may change, and clear the previous step's losses."""
+        """Copy everything that a step may change, except the weights, and clear the previous step's losses."""
         metrics = self.metrics
         metrics.losses.clear()
         if len(metrics.pending) > PENDING_LIMIT // 2:
@@ -78,7 +78,7 @@ class SkipGuard:
         return True
 
     def _roll_back(self) -> None:
-        """Revert the step's changes, none of which affect the weights so far, and count the step as skipped."""
+        """Restore everything that `begin_step` has copied, and count the step as skipped."""
         with torch.no_grad():
             for buffer, value in zip(self.buffers, self.before, strict=True):
                 buffer.copy_(value)

@@ -99,7 +99,7 @@ class Optimization:
     def _find_draws(self) -> tuple[bool, bool, bool]:
         """Return whether random numbers may be drawn in updates, in hooks before updates, and in hooks before steps.
 
-        Where they may, the generators must be seeded.
+        If a result is True, the generators must be seeded there.
         """
         if self.trainer.reproducible == "off":
             return False, False, False
@@ -116,7 +116,7 @@ class Optimization:
         return clips or bool(self.hooks["on_before_optimizer_step"])
 
     def _repeats_steps(self) -> bool:
-        """Return whether training_step runs several times in a step, for several replicas or parts of a batch."""
+        """Return whether training_step runs more than once per step, for several replicas or parts of a batch."""
         return self.state.replicas > 1 or self.strategy.cuts_batches
 
     def take_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
@@ -357,7 +357,7 @@ class Optimization:
                     self.task.lr_scheduler_step(config.scheduler, metric)
 
     def publish_newest(self) -> None:
-        """Update `agreed_metrics`, which may be up to log_every_n_steps steps old, to the latest step.
+        """Update `agreed_metrics`, which may be up to log_every_n_steps steps old, with the latest step's values.
 
         All ranks must call this.
         """
@@ -518,7 +518,7 @@ class ManualOptimizer:
         self._optimization.task.untoggle_optimizer(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle this object as a wrapper of the optimizer, because its class is not importable by name."""
+        """Support copying and pickling of this object, whose class cannot be imported by name."""
         return type(self).__mro__[1], (self.optimizer, self._optimization)
 
     def __getattr__(self, name: str) -> Any:

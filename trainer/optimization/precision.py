@@ -73,7 +73,7 @@ class Precision:
             _CAST[self.weights_dtype](module)
 
     def convert_batch(self, batch: Any) -> Any:
-        """Return `batch` with its floating-point tensors in the weights' dtype; unchanged for 32-true and mixed."""
+        """Return `batch` with floating-point tensors in the weights' dtype, unless precision is 32-true or mixed."""
         dtype = self.weights_dtype
         return batch if dtype is None else map_tensors(batch, lambda t: t.to(dtype) if t.is_floating_point() else t)
 
@@ -108,7 +108,7 @@ class Precision:
             self._used = False
 
     def _has_gradient(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether there is any gradient to unscale; without a gradient, the scaler fails."""
+        """Return whether there is a gradient to unscale. If there is none, the scaler would raise an error."""
         gradients = (parameter.grad for group in optimizer.param_groups for parameter in group["params"])
         gradient = next((gradient for gradient in gradients if gradient is not None), None)
         self._used |= gradient is not None

@@ -1,4 +1,4 @@
-"""The loaders of a stage: they are found, checked, and distributed over processes and replicas."""
+"""Set-up of the data: find and check a stage's loaders, and distribute their batches over processes and replicas."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -73,7 +73,7 @@ def make_loaders(call: Call, begun: Mapping[str, Any] | None = None) -> None:
 
 
 def plan_validation(call: Call) -> None:
-    """Compute the number of batches per replica, or seconds, between validations. None means: at the end of epochs."""
+    """Compute the number of batches per replica, or seconds, between validations; None if they end epochs."""
     interval, over_epochs = call.trainer.val_check_interval, call.trainer.check_val_every_n_epoch is None
     if "validation" not in call.data.evaluations:
         return
@@ -280,7 +280,7 @@ def origin_of_shares(call: Call, source: TrainingData, begun: Mapping[str, Any] 
 
 
 def shares_of_evaluation(call: Call, loaders: Sequence[Any]) -> set[int]:
-    """Return the indices of evaluation loaders with DistributedSamplers, which yield each process's own share."""
+    """Return the indices of evaluation loaders whose DistributedSamplers yield a separate share in each process."""
     shares = {index for index, loader in enumerate(loaders) if reads_share(loader, call.strategy.data_ranks)}
     for index in shares:
         call.undo.enter_context(unpadded(loaders[index]))

@@ -163,7 +163,7 @@ def evaluation_directory(trainer: "Trainer", stage: str, source: Location) -> Pa
 
 
 def folders_elsewhere(trainer: "Trainer", request: Request) -> list[Location]:
-    """Return folders outside the run directory with checkpoints to resume from or to evaluate."""
+    """Return the folders outside the run directory that may contain checkpoints to resume from or to evaluate."""
     is_fit = request.stage == "fit"
     request.task.trainer = trainer  # configure_callbacks may use it
     callbacks = with_callbacks_of(request.task, trainer.callbacks)
