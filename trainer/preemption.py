@@ -68,7 +68,7 @@ class Preemption:
         self.agreement.agree_next()
 
     def start(self) -> None:
-        """Leave the handling of signals to the agreement between ranks from now on."""
+        """From now on, let the ranks agree on how to respond to a signal."""
         self.started, self.first_step = True, self.trainer.state.global_step
         self.watch.nothing_to_save = False
 

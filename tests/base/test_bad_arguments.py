@@ -112,7 +112,7 @@ def test_an_unknown_argument():
 
 
 def test_checkpointing_that_is_off_and_on(trainer):
-    with pytest.raises(ConfigError, match="enable_checkpointing=False, but callbacks contains a Checkpoint"):
+    with pytest.raises(ConfigError, match="enable_checkpointing is False, but callbacks contains a Checkpoint"):
         trainer(callbacks=lg.callbacks.Checkpoint(), enable_checkpointing=False)
 
 

@@ -73,7 +73,7 @@ def test_seed_everything_draws_a_seed_and_returns_it() -> None:
 
 @pytest.mark.parametrize("wrong", [-1, 2**32, 1.5, "12", "twelve", [3]])
 def test_seed_everything_refuses_other_seeds(wrong: Any) -> None:
-    with pytest.raises(ConfigError, match="expected a seed from 0 to 4294967295, got"):
+    with pytest.raises(ConfigError, match="The seed must be an integer from 0 to 4294967295, got"):
         seed_everything(wrong)
 
 

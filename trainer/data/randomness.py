@@ -49,7 +49,7 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
     """
     chosen: Any = secrets.randbelow(SEED_LIMIT) if seed is None else seed
     if not isinstance(chosen, (int, np.integer)) or not 0 <= chosen < SEED_LIMIT:
-        raise ConfigError(f"expected a seed from 0 to {SEED_LIMIT - 1}, got {seed!r}: choose an integer in that range")
+        raise ConfigError(f"The seed must be an integer from 0 to {SEED_LIMIT - 1}, got {seed!r}.")
     random.seed(int(chosen))  # random.seed would hash a NumPy integer
     np.random.seed(chosen)
     torch.manual_seed(chosen)

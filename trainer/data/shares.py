@@ -124,7 +124,7 @@ def differ(ranks: Sequence[Sequence[Sample]]) -> bool:
 
 
 def differs(samples: Sequence[Any]) -> bool:
-    """Return whether readings of one sample differ in a value that all of them have."""
+    """Return whether readings of one sample differ in a value that every reading has."""
     if len({len(sample) for sample in samples}) > 1:
         return True
     return any(None not in values and len(set(values)) > 1 for values in zip(*samples, strict=True))
@@ -239,7 +239,7 @@ def require_different(content: Any, ranks: Ranks, where: str) -> None:
     if have_same(content, ranks) and content is not None:
         raise DataError(
             f"All {ranks.size} processes read the same data in {where}, but each should read its own share; otherwise "
-            f"each sample is trained on {ranks.size} times. A dataset created before its process starts does not know "
-            f"its rank, so create it in train_dataloader. Or remove use_distributed_sampler=false so that Legato "
+            f"each sample is used {ranks.size} times. A dataset created before its process starts does not know its "
+            f"rank, so create it in train_dataloader. Or remove use_distributed_sampler=false so that Legato "
             f"distributes the samples."
         )

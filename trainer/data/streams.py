@@ -331,7 +331,7 @@ class OwnShares(StreamData):
             if self.run_dealing.full_rounds and present < processes:
                 raise DataError(
                     f"Manual optimization and sync_batchnorm need a batch on every process, but in step {number + 1} "
-                    f"of epoch {epoch} only {present} of {processes} processes had one left. Give all processes the "
+                    f"of epoch {epoch}, only {present} of {processes} processes had one left. Give all processes the "
                     f"same number of batches (limit_train_batches), or let Legato distribute the samples."
                 )
             rest = accumulate if self.longest is None else self.longest - number * accumulate
@@ -350,7 +350,7 @@ class OwnShares(StreamData):
 
 
 def own_shares(data: Any, ranks: Ranks, count: Callable[[Any], int] | None = None) -> OwnShares:
-    """Return training data that reads the loader of `data` as a separate share in each process; see `OwnShares`."""
+    """Wrap the loader of `data` in `OwnShares`, which reads a separate share in each process."""
     shares = OwnShares(data.loader, data.dealing, data.limit, ranks, count)
     log_share("training", data.loader, ranks)
     if hasattr(data.loader, "__next__"):  # an iterator cannot start over with this process's random numbers

@@ -110,7 +110,7 @@ def read_kind(reduce_fx: str | Callable[..., Any], name: str) -> str:
     if kind not in KINDS:
         raise TaskError(
             f"log({name!r}, reduce_fx={reduce_fx!r}): expected one of {KINDS}, or the torch or Python function with "
-            f"such a name.{did_you_mean(str(kind), KINDS)} For another reduction, log a torchmetrics.Metric."
+            f"one of these names.{did_you_mean(str(kind), KINDS)} For another reduction, log a torchmetrics.Metric."
         )
     return kind
 

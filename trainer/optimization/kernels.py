@@ -1,4 +1,4 @@
-"""Numeric settings that bitwise runs compare, compilation, and activation checkpointing."""
+"""Compilation, activation checkpointing, and the numeric settings that bitwise runs compare."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -19,7 +19,7 @@ def require_parameters(task: nn.Module) -> None:
 
 
 def require_sendable(task: nn.Module) -> None:
-    """Raise TaskError for a task that cannot be sent to other processes: torch cannot pickle parametrized modules."""
+    """Raise TaskError if a task for other processes has parametrized modules, which torch cannot pickle."""
     for name, module in task.named_modules():
         # parametrize gives each module a new class, which pickle cannot find by name
         if parametrize.is_parametrized(module):

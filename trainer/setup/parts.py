@@ -127,7 +127,7 @@ def make_callbacks(trainer: "Trainer", wanted: Any) -> list[Callback]:
         return callbacks
     savers = [callback for callback in callbacks if isinstance(callback, CheckpointCallback)]
     if savers and not trainer.fast_dev_run:
-        raise ConfigError("enable_checkpointing=False, but callbacks contains a Checkpoint. Remove one of them.")
+        raise ConfigError("enable_checkpointing is False, but callbacks contains a Checkpoint. Remove one of the two.")
     return [callback for callback in callbacks if callback not in savers]
 
 
