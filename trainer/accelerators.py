@@ -239,7 +239,7 @@ def assigned_device(device: torch.device) -> str:
 
     With SLURM's --gpus-per-task=1, each rank's device is cuda:0.
     """
-    variables = [VISIBLE.get(device.type, ""), "ROCR_VISIBLE_DEVICES"]  # AMD devices are of kind cuda, too
+    variables = [VISIBLE.get(device.type, ""), "ROCR_VISIBLE_DEVICES"]  # AMD devices are also of kind cuda
     names = next(filter(None, map(get_variable, variables)), "")
     properties = _question(device, "get_device_properties")
     # the UUID: in containers, all ranks may have number 0
@@ -263,6 +263,6 @@ def deterministic_cublas(device_type: str) -> Iterator[None]:
     try:
         yield
     finally:
-        # a value that the program has set stays
+        # a value that the program has set is preserved
         if workspace is None:
             unset_variable(_CUBLAS)

@@ -47,7 +47,7 @@ MISNOMERS = {
 """Common wrong names for steps and loaders. They are an error unless the task also defines the right name."""
 
 STEP_SIMILARITY = 0.9
-"""Minimum similarity at which a method's name counts as a misspelled step; the similarity of `train_step` is 0.87."""
+"""Minimum similarity at which a method's name is treated as a misspelled step; that of `train_step` is only 0.87."""
 
 
 class Hooks(dict[str, Calls]):

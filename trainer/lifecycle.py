@@ -54,7 +54,7 @@ def begin(trainer: "Trainer", request: Request) -> Iterator[Run]:
         errors.first = error = named(trainer.run, caught)
         if error is not caught:
             error.__cause__ = caught  # before run.json is written, which shows the traceback
-        # trainer.run rather than `call`: set-up may have replaced it by one with more parts to close
+        # trainer.run rather than `call`: set-up may have replaced it with one that has more parts to close
         close(trainer.run, errors)
         if error is not caught:
             raise error from caught

@@ -55,9 +55,9 @@ class RunResult:
     metric_states: dict[str, dict[str, Any]]
     """States of the task's metric objects that were never logged, by path."""
     parts: ModuleParts | None
-    """Parameters, buffers and modules of the task, if the run built some that the caller's task lacks."""
+    """Parameters, buffers and modules of the task, if the run created any that the caller's task lacks."""
     trainer: dict[str, Any]
-    """Attributes of the trainer named in RETURNED."""
+    """Attributes of the trainer that are listed in RETURNED."""
     run_id: str
     callbacks: list[tuple[str, dict[str, Any]]]
     """Key and state of each callback."""

@@ -24,7 +24,7 @@ class Request:
     loaders: dict[str, Any] = field(default_factory=dict)
     """Loaders passed to the call, by "train", "validation", "test", "predict"."""
     source: Any = None
-    """The checkpoint to resume from, or with an evaluation's weights: a keyword, a path, or a `StoredRun`."""
+    """The checkpoint to resume from or to evaluate: a keyword, a path, or a `StoredRun`."""
     keep_outputs: bool = False
     """Whether to return predictions."""
     verbose: bool = False

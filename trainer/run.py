@@ -88,9 +88,9 @@ class RunData:
     samples: dict[str, Any] = field(default_factory=dict)
     """The fingerprint's section that describes which samples make up a step."""
     validation_rounds: int | None = None
-    """Batches per replica between validations; None: validate at the end of epochs, or by time."""
+    """Number of batches per replica between validations; None to validate at the end of epochs, or by time."""
     validation_seconds: float | None = None
-    """Seconds between validations; None: do not validate by time."""
+    """Seconds between validations; None not to validate by time."""
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -112,7 +112,7 @@ class Call:
     undo: ExitStack
     """Reverts the call's changes to the process when the call is closed."""
     hooks: Hooks
-    """The task's hooks. Once the processes have met, also those of callbacks, which may query ranks."""
+    """The task's hooks and, after the processes have connected, those of the callbacks, which may query ranks."""
     agreement: Agreement
     metrics: Metrics
     preemption: Preemption
@@ -121,11 +121,11 @@ class Call:
     drift: DriftGuard
     membership: Membership = field(default_factory=Membership)
     source: Path | str | None = None
-    """`Location` of the checkpoint to resume from or take weights from; always None until the processes have met."""
+    """`Location` of the checkpoint to resume from or load weights from; None until the processes have connected."""
     resumes_same_run: bool = False
     """True if this run resumes itself rather than starting from another run's checkpoint."""
     evaluated_point: tuple[int, int] | None = None
-    """Step and epoch at which an evaluation is logged; None: those of the trainer's state."""
+    """Step and epoch at which an evaluation is logged; None to use those of the trainer's state."""
 
     @property
     def layout(self) -> Layout:

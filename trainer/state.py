@@ -16,15 +16,15 @@ class State:
     seed: int = 0
     """Seed of the run's random numbers."""
     global_step: int = 0
-    """Optimizer steps done."""
+    """Number of optimizer steps done."""
     epoch: int = 0
     """Index of the current epoch; between epochs, of the next one."""
     epoch_steps: int = 0
-    """Optimizer steps done in this epoch: the position where a resume continues."""
+    """Number of optimizer steps done in this epoch: the position where a resume continues."""
     epoch_rounds: int = 0
-    """Batches on which each replica has trained in this epoch."""
+    """Number of batches on which each replica has trained in this epoch."""
     rounds: int = 0
-    """Batches on which each replica has trained in this run."""
+    """Number of batches on which each replica has trained in this run."""
     samples_seen: int = 0
     """Number of training samples so far in this run, over all replicas."""
     elapsed: float = 0.0
@@ -34,15 +34,15 @@ class State:
     logged_at: int = -1
     """The step of the latest logging point; -1 if there is none yet."""
     skipped_steps: int = 0
-    """Steps whose update was dropped because their gradient was not finite."""
+    """Number of steps whose update was skipped because their gradient was not finite."""
     skipped_in_a_row: int = 0
-    """The current streak of skipped steps."""
+    """Number of consecutive skipped steps up to the current step."""
     optimizer_steps: int = 0
-    """Calls to an optimizer's `step` under manual optimization."""
+    """Number of calls to an optimizer's `step` under manual optimization."""
     validated_at: int = -1
     """The step after which the latest complete validation ran; -1 if there is none yet."""
     scheduled_epochs: int = 0
-    """Epochs for which the epoch-interval schedulers without a metric have stepped."""
+    """Number of epochs for which the epoch-interval schedulers without a metric have stepped."""
     plateau_step: int = 0
     """The latest step after which a step-interval ReduceLROnPlateau has stepped."""
     weight_scale: float = 0.0

@@ -42,11 +42,11 @@ class TrainerView(TrainerArguments):
     assigned_dir: Path | None
     """The run directory to use, if a subclass or the parent process has chosen one."""
     config_text: str | None
-    """The config as YAML with every default; None for a Trainer that a script made."""
+    """The config as YAML with every default; None for a Trainer created by a script."""
     explicit_config: str | None
     """The config as YAML without defaults, with the origin of each value."""
     command: dict[str, Any]
-    """The program's command line and this Trainer's position in the program, which a replay uses to find the fits."""
+    """The program's command line and this Trainer's position in the program, by which a replay finds its fits."""
     lengths: dict[str, Any]
     """Lengths of the latest run's loaders, by "train", "validation" and so on."""
     strategy: "Strategy"

@@ -176,7 +176,7 @@ def most_batches(loader: Any) -> int | None:
 
 def _has_loader(loaders: Any) -> bool:
     parts = loaders.values() if isinstance(loaders, Mapping) else loaders
-    alone = not _has_values(parts)  # next to tensors, an iterable such as a set of names is no loader
+    alone = not _has_values(parts)  # next to tensors, an iterable such as a set of names is not a loader
     return any(
         _has_loader(part)
         if isinstance(part, (Mapping, list, tuple))

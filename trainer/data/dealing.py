@@ -227,7 +227,7 @@ class EvaluationData:
             count: function that counts the samples in a stream's batch.
         """
         self.loaders, self.limit, self.ranks = loaders, limit, ranks
-        # Indices of loaders that yield each process's own share, and of those that need no comparison
+        # Indices of loaders that yield a separate share in each process, and of loaders that need no comparison
         self.shares, self.certain_shares = set[int](), set(shares)
         self.dealing = replace(dealing, accumulate=1, full_rounds=False, padded=False, left_out=frozenset())
         # without a limit here: `limit` counts batches over all replicas, while a source's limit counts rounds

@@ -339,7 +339,7 @@ class DealtBatches:
     leaders: Sequence[range] = ()
     """See `Deal.spans`."""
     chunk: int = CHUNK
-    """Positions to evaluate per call."""
+    """Number of positions to evaluate per call."""
 
     def __iter__(self) -> Iterator[KeyedIndices]:
         spans, positions = list[BatchSpan](), 0

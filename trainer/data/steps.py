@@ -47,13 +47,13 @@ class StepInput:
 
     batches: list[ReplicaBatch]
     samples: int
-    """Samples of the step over all replicas of the run; 0 if all are left out, so that nothing is computed."""
+    """Number of samples in the step over all replicas. If it is 0, all are left out, and nothing is computed."""
     rounds: int
-    """Batches per replica in the step."""
+    """Number of batches per replica in the step."""
     is_full: bool = True
     """Whether every replica has a batch in every round."""
     masked: Sequence[ReplicaBatch] = ()
-    """Masked batches, so that this process runs as many as the process with the most; see `Dealing.lockstep`."""
+    """Masked batches, with which this process runs as many batches as any other; see `Dealing.lockstep`."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Dealing:
     loader_options: Mapping[str, Any] | None = None
     """Options that override those of the user's DataLoaders."""
     padded: bool = False
-    """Whether the last round repeats the epoch's first samples until all replicas have the same number."""
+    """Whether the last round repeats the epoch's first samples until all replicas have the same number of samples."""
     left_out: frozenset[int] = frozenset()
     """Dataset indices to leave out of all batches; positions stay the same, and batches shrink."""
 

@@ -39,21 +39,21 @@ class Series:
     path: str | None = None
     """Path of the metric's module in the task."""
     alone: bool = False
-    """Whether only replica 0 logs it (`rank_zero_only`), for loggers but not for `callback_metrics`."""
+    """Whether only replica 0 logs the series (`rank_zero_only`), for loggers but not for `callback_metrics`."""
     in_step: bool = True
     metric: Any = None
     """The logged torchmetrics.Metric, if any."""
     value: float = float("nan")
     """The metric's most recently computed value."""
     read_at: int = -1
-    """The metric's number of updates at that computation."""
+    """The metric's number of updates when `value` was computed."""
     sums: dict[int, list[float]] = field(default_factory=dict)
     """(weighted value, weight) of the epoch so far, by replica."""
     step: dict[int, list[float]] = field(default_factory=dict)
     """(weighted value, weight) of the step `step_at`, by replica."""
     step_at: int = -1
     synced: bool = False
-    """Whether it was logged with `sync_dist`, so that a process never shows only its local value."""
+    """Whether the series was logged with `sync_dist`, so that a process never shows only its local value."""
     keeps_sums: bool = False
     """Whether to keep `sums`, for values per epoch and for the progress bar's running means."""
 
@@ -129,7 +129,7 @@ def accumulate(sums: dict[int, list[float]], replica: int, kind: str, value: flo
 
 def extreme(kind: str, values: Sequence[float]) -> float:
     """Return the minimum or maximum; NaN if any value is NaN, as in torch."""
-    # Python's min and max return a NaN or not depending on its position, that is, on the replicas
+    # whether Python's min and max return a NaN depends on its position, that is, on the replicas
     if any(map(math.isnan, values)):
         return math.nan
     return min(values) if kind == "min" else max(values)

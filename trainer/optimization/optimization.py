@@ -47,7 +47,7 @@ class Optimization:
         self.trainer, self.task, self.hooks, self.metrics = trainer, task, hooks, metrics
         self.state, self.strategy = trainer.state, trainer.strategy
         self.optimizers, self.schedulers = list(optimizers), list(schedulers)
-        # Whether a learning rate scheduler takes a metric and steps by steps
+        # Whether a learning rate scheduler uses a metric and has the interval "step"
         self.has_plateau_by_steps = any(item.reduce_on_plateau and item.interval == "step" for item in self.schedulers)
         self.manual_optimizers = [ManualOptimizer(optimizer, self) for optimizer in optimizers]
         self.automatic = task.automatic_optimization
@@ -216,7 +216,7 @@ class Optimization:
 
     def step(self, step: StepInput) -> None:
         """Update the weights with the complete gradients of a step."""
-        if not step.samples:  # all samples are left out: the weights stay, as in a step skipped by nan=skip
+        if not step.samples:  # all samples are left out: the weights stay the same, as in a step skipped by nan=skip
             for optimizer in self.optimizers:
                 mark_stepped(optimizer)  # otherwise a scheduler warns that it ran before the first optimizer step
             return

@@ -17,7 +17,7 @@ def optimizer_parameters(optimizer: Optimizer) -> list[nn.Parameter]:
 
 
 TRAINED = "trained_weights"
-"""Key of the trained weights in an optimizer's state, used while the parameters hold the weights for evaluation."""
+"""Key of the trained weights in an optimizer's state, used while the parameters contain the evaluation weights."""
 
 
 def has_modes(optimizer: Optimizer) -> bool:
