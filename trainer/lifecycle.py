@@ -112,7 +112,7 @@ def describe_exit(run: Call, error: SystemExit) -> BaseException:
 
 
 def close(run: Call, errors: Errors) -> None:
-    """Call the hooks that end a run, successful or failed, and revert the run's changes to the process."""
+    """Call the hooks at the end of a successful or failed run, and revert the run's changes to the process."""
     trainer, attempt, failed = run.trainer, errors.attempt, errors.first is not None
     # first, since an exception from a signal handler would skip the rest of this function
     run.preemption.expect_end(failed=errors.first is not None)

@@ -55,7 +55,7 @@ class CopyStream:
 def to_device(batch: Any, device: torch.device, copies: CopyStream | None = None) -> Any:
     """Return `batch` with every tensor on `device`; tuples, lists, mappings and dataclasses keep their type.
 
-    Copies from pinned memory do not block the host. Objects with a `.to(device)` method are moved with it.
+    Copies from pinned memory do not block the host. Other objects are moved by their `.to(device)` method, if any.
 
     Args:
         copies: copier for plain tensors, which uses a separate stream.

@@ -460,7 +460,7 @@ class Metrics:
         return local | gathered, [max(column) for column in zip(*extras, strict=True)][1:]
 
     def _require_equal(self, series: Series, values: list[float]) -> None:
-        """Raise DisagreementError if hooks on several ranks logged different values for a sum that counts once."""
+        """Raise DisagreementError if hooks on several ranks logged different values for a sum that counts only once."""
         if series.kind == ONCE and len(set(map(str, values))) > 1:  # as strings, in which NaN equals NaN
             raise DisagreementError(
                 f"log({series.name!r}, reduce_fx='sum') was called in a hook of {self.describe_place()} with different "

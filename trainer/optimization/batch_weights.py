@@ -30,7 +30,10 @@ FIRST_SCALE = 2.0**-10
 
 
 class BatchWeights:
-    """The batch weights of a step, summed by replica, and whether this run uses batch weights."""
+    """The batch weights of a step, summed by replica.
+
+    The object also records whether this run uses batch weights.
+    """
 
     def __init__(self, trainer: "Trainer") -> None:
         self.strategy, self.state, self.task = trainer.strategy, trainer.state, trainer.task

@@ -19,7 +19,10 @@ def require_parameters(task: nn.Module) -> None:
 
 
 def require_sendable(task: nn.Module) -> None:
-    """Raise TaskError if a task for other processes has parametrized modules, which torch cannot pickle."""
+    """Raise TaskError if a task that must be sent to other processes has parametrized modules.
+
+    torch cannot pickle such modules.
+    """
     for name, module in task.named_modules():
         # parametrize gives each module a new class, which pickle cannot find by name
         if parametrize.is_parametrized(module):
