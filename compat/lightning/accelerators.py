@@ -121,7 +121,7 @@ class Registry(dict[str, Any]):
         return factory
 
     def remove(self, name: str) -> None:
-        """Remove a name."""
+        """Remove a name from the registry."""
         del self[name]
 
     def get(self, name: str, default: Any = None) -> Any:
@@ -161,10 +161,10 @@ class AcceleratorConnector:
             self._devices_flag = [device.index or 0 for device in self._parallel_devices]
 
     def _choose_strategy(self) -> Any:  # private in Lightning; packages override it for their devices
-        raise UnsupportedError("Trainer creates its strategy. Select one with Trainer(strategy='ddp').")
+        raise UnsupportedError("Trainer creates its strategy. Select it with Trainer(strategy='ddp').")
 
     def _check_and_init_precision(self) -> Any:  # private in Lightning; packages override it
-        raise UnsupportedError("Trainer creates its precision. Select one with Trainer(precision='bf16-mixed').")
+        raise UnsupportedError("Trainer creates its precision. Select it with Trainer(precision='bf16-mixed').")
 
 
 def register_classes(registry: Any, method: str, module: ModuleType, parent: type) -> None:

@@ -30,7 +30,7 @@ AnyStrategy = str | Strategy | StrategyOfLegato
 """Unions in the order in which jsonargparse resolves a bare name, such as `class_path: EarlyStopping`."""
 
 NEVER_LOG = sys.maxsize
-"""Number of steps between logging points that disables logging."""
+"""A value of `log_every_n_steps` that disables logging."""
 COUNTS = ("max_steps", "min_steps", "min_epochs", "accumulate_grad_batches", "log_every_n_steps")
 """Arguments that are counts but also accept floats such as 1e5."""
 TAKEN_HERE = ("benchmark", "profiler", "barebones", "plugins", "enable_autolog_hparams", "model_registry")

@@ -84,7 +84,7 @@ class TrainerAttributes(OwnParts, Trainer):
     """Whether training stopped in the middle of an epoch; Lightning counts that epoch."""
     in_epoch = False
     """Whether a training epoch is running."""
-    _model_registry = None  # private in Lightning, as are the next two; programs read them
+    _model_registry = None  # private in Lightning, like the next two; programs read them
     _detect_anomaly = alias("detect_anomaly")
     logged_ahead = 0
     """Number of steps by which the x-axis of loggers is ahead of the completed steps."""
@@ -146,14 +146,14 @@ class TrainerAttributes(OwnParts, Trainer):
         inside = run is not None and run.loop.open and run.metrics.step == state.global_step
         more = max(0, run.metrics.batches_of_step - 1) if inside and run is not None else 0
         in_epoch = state.epoch_rounds + more
-        # between epochs, Lightning still shows the batches of the completed one
+        # between epochs, Lightning still shows the batches of the completed epoch
         if state.rounds and not in_epoch and not inside and self.num_training_batches != float("inf"):
             in_epoch = int(self.num_training_batches)
         return in_epoch, state.rounds + more, inside
 
     @property
     def step_is_ending(self) -> bool:
-        """Whether the current step is already counted: in on_train_batch_end, and in a validation during fit."""
+        """Whether the current step has been counted, as in on_train_batch_end and in a validation during fit."""
         run, state = self.run, self.state
         if run is None or not self.in_epoch or not state.epoch_steps:
             return False

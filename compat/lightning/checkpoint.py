@@ -115,7 +115,7 @@ def to_file(contents: Mapping[str, Any], data_module: Any = None) -> dict[str, A
     scale, data = saved.pop("precision", None), saved.pop("datamodule", None)
     if "optimizer_states" in saved:
         pairs = [(state, *numbered("optimizer", state, None)) for state in saved["optimizer_states"]]
-        # Lightning's part of the file numbers the parameters; Legato's part has their names, if any
+        # Lightning's part of the file numbers the parameters; Legato's part contains their names, if they have any
         of_legato["optimizer_names"] = [
             [group["params"] for group in state["param_groups"]] if groups else None for state, _, groups in pairs
         ]
@@ -192,7 +192,7 @@ def with_hyperparameters(contents: Mapping[str, Any], owners: Mapping[str, Any])
 # --- files ------------------------------------------------------------------------------------------------------------
 def write(path: Path, saved: dict[str, Any]) -> None:
     """Write a file atomically. Raises CheckpointError on failure."""
-    # the file is renamed when it is complete, so a reader never sees half of it
+    # the file is renamed when it is complete, so a reader never sees a partial file
     with whole_file(path) as partial, torch.serialization.safe_globals(_plain_classes()):
         try:
             torch.save(saved, partial)
@@ -268,7 +268,7 @@ def _require_undamaged(path: Path) -> None:
 
 def run_of(path: Path) -> str | None:
     """Return the id of the run that wrote a file, or None if no run wrote it. The tensors are not read."""
-    # a file that cannot be read does not belong to this run, which must not touch it
+    # a file that cannot be read is not from this run, and the run must not touch it
     with suppress(Exception), torch.serialization.safe_globals(_plain_classes()):
         return str(torch.load(path, map_location="cpu", weights_only=True, mmap=True)[KEY]["run_id"])
     return None

@@ -32,7 +32,7 @@ require_jsonargparse()
 from jsonargparse import ActionConfigFile, ArgumentParser, Namespace, class_from_function  # noqa: E402
 
 CLASS_PATH = re.compile(rf"\b{re.escape(ROOT)}(\.\w+)+")
-"""The import path that this package's classes have in a written config."""
+"""Pattern for the import paths of this package's classes in a written config."""
 
 
 class ReduceLROnPlateau(torch.optim.lr_scheduler.ReduceLROnPlateau):

@@ -32,7 +32,7 @@ class DataLoaderSource(Connector):
 
     @property
     def instance(self) -> Any:
-        """The loaders that the program passed. If it passed none, the data module or the module."""
+        """The loaders that the program passed, if any; otherwise, the data module or the module."""
         loader = None if self.trainer.run is None else self.trainer.run.request_loaders.get(self.word)
         return self.owner if loader is None else loader
 

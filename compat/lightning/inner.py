@@ -15,7 +15,7 @@ from typing import Any
 from .placeholders import make_placeholder
 
 ROOT = __package__ or ""
-"""The name of this package: the module `ROOT.pytorch.callbacks` replaces `lightning.pytorch.callbacks`."""
+"""The name of this package. For example, `ROOT.pytorch.callbacks` replaces `lightning.pytorch.callbacks`."""
 VERSION = "2.6.6"
 """The version of Lightning that defines these names."""
 VERSION_CONSTANT = re.compile(r"_([A-Z]+)_(GREATER_EQUAL|LESS_EQUAL|EQUAL)_(\d+(?:_\d+)*)")
@@ -23,7 +23,7 @@ VERSION_CONSTANT = re.compile(r"_([A-Z]+)_(GREATER_EQUAL|LESS_EQUAL|EQUAL)_(\d+(
 WAY_OUT = "It is internal to Lightning, and Legato has no equivalent. Use the public names."
 CONSTANTS = {"_IS_INTERACTIVE": hasattr(sys, "ps1"), "_IS_WINDOWS": sys.platform == "win32"}
 PASSED_ON = "pytorch", "pytorch.utilities"
-"""Packages whose public names many modules of Lightning import, so that programs import them from there."""
+"""Packages whose public names programs also import from many other modules of Lightning."""
 HELPERS = {"alias_below", "inner_name", "placeholders"}
 
 

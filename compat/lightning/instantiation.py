@@ -11,8 +11,8 @@ def require_jsonargparse() -> None:
         import jsonargparse  # noqa: F401
     except ModuleNotFoundError:
         raise ModuleNotFoundError(
-            "LightningCLI requires jsonargparse: pip install 'legato[lightning]'. Or use a Legato config, with "
-            "`_target_` instead of class_path: `legato fit CONFIG.yaml task.lr=0.1 trainer.max_epochs=2`.",
+            "LightningCLI requires jsonargparse: pip install 'legato[lightning]'. Alternatively, use a Legato config "
+            "with `_target_` instead of class_path: `legato fit CONFIG.yaml task.lr=0.1 trainer.max_epochs=2`.",
             name="jsonargparse",
         ) from None
 

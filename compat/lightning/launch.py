@@ -1,6 +1,6 @@
 """Starts the ranks of a script. As in Lightning, this process is rank 0, and every other rank reruns the script.
 
-Attributes that `fit` sets on the module, callbacks and trainer are available afterwards, as with a single process.
+Attributes that `fit` sets on the module, callbacks and trainer remain available, as with a single process.
 """
 
 import atexit
@@ -104,7 +104,7 @@ def _end(children: "list[subprocess.Popen[bytes]]") -> None:
 
 def _follow(rank_0: int) -> None:
     """End this rank SECONDS_TO_END seconds after rank 0 is killed, because rank 0 hosts the rendezvous store."""
-    while os.getppid() == rank_0:  # the parent of an orphaned process changes
+    while os.getppid() == rank_0:  # an orphaned process has a new parent
         time.sleep(0.5)
     time.sleep(SECONDS_TO_END)
     print("legato: rank 0 of the script has ended.", file=sys.stderr, flush=True)

@@ -147,7 +147,7 @@ def rank_zero_experiment(fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 class DummyExperiment(NoExperiment):
-    """Return the no-op object for any index."""
+    """A no-op object that returns itself for any index."""
 
     def __getitem__(self, index: Any) -> "DummyExperiment":
         return self
@@ -176,7 +176,7 @@ class DummyLogger(Logger):
         return self
 
     def __getattr__(self, name: str) -> Any:
-        # copy and pickle look up special methods, which must stay missing
+        # copy and pickle look up special methods, which must not exist
         if name.startswith("__"):
             raise AttributeError(name)
         return lambda *args, **kwargs: None
@@ -380,7 +380,7 @@ class TensorBoardLogger(FolderParts, tensorboard.TensorBoardLogger):
         if self._writer is None or not self._log_graph:
             return
         if example is None:
-            rank_zero_warn("TensorBoardLogger(log_graph=True) wrote no graph: set example_input_array in the module.")
+            rank_zero_warn("TensorBoardLogger(log_graph=True) wrote no graph. Set example_input_array in the module.")
             return
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         modes = [(module, module.training) for module in model.modules()]
@@ -712,7 +712,7 @@ def folder_of_run(trainer: Any) -> Path | None:
     if log_dir is None and isinstance(first, WithoutFiles):
         first.make_version()
         log_dir = folder_below(trainer.default_root_dir, first)  # ModelCheckpoint writes there in this case
-    if log_dir is None:  # without a `run.json`, it is not a run directory of Legato
+    if log_dir is None:  # without a `run.json`, the folder is not a run directory
         folders = (Path(trainer.default_root_dir, trainer.run_name, f"version_{number}") for number in count())
         log_dir = next(folder for folder in folders if not folder.exists())
         log_dir.mkdir(parents=True)

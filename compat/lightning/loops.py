@@ -52,7 +52,7 @@ class BatchProgress(Progress):
 
 
 class OptimizerProgress(Counts):
-    """Optimizer steps."""
+    """Counts of optimizer steps."""
 
     step: Progress
 
@@ -94,7 +94,7 @@ class FitLoop(Loop):
         super().__init__(trainer)
         self.epoch_loop = TrainingEpochLoop(trainer)
 
-    # limits, which programs set, and counts
+    # limits, which programs can set, and counts
     max_epochs, min_epochs, max_steps, min_steps = map(
         alias, ("trainer.max_epochs", "trainer.min_epochs", "trainer.max_steps", "trainer.min_steps")
     )
@@ -197,16 +197,16 @@ class TrainingEpochLoop(Loop):
 
     @property
     def done(self) -> bool:
-        """Whether the batches of the epoch are completed, or a limit is reached."""
+        """Whether all batches of the epoch have been completed or a limit has been reached."""
         return self.done_by_batches or FitLoop(self.trainer).done
 
 
 class Optimizing(Loop):
-    """Optimizer steps."""
+    """Counts of optimizer steps."""
 
     @property
     def optim_progress(self) -> OptimizerProgress:
-        """The number of completed steps, as the attribute `optimizer_steps`."""
+        """An object whose `optimizer_steps` is the number of completed steps."""
         return OptimizerProgress(step=self.optim_step_progress)
 
     @property

@@ -243,7 +243,7 @@ class LightningModule(InitialHyperparameters, Task):
             (getattr(bar, "print", print) if shown else print)(*args, **kwargs)
 
     def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
-        """Gather `data` from all ranks as stacked tensors. If there is only one process, convert numbers to tensors."""
+        """Gather `data` from all ranks as stacked tensors. A single process only converts numbers to tensors."""
         if self.trainer.world_size == 1:
             return apply_to_collection(data, (int, float), torch.as_tensor, device=self.device)
         return super().all_gather(data, group, sync_grads)
@@ -344,7 +344,7 @@ class LightningModule(InitialHyperparameters, Task):
             cls.configure_model = cls.configure_sharded_model  # type: ignore[assignment]
 
     def configure_sharded_model(self) -> None:
-        """Call configure_sharded_model."""
+        """Older name of the hook `configure_model`."""
 
     def on_validation_model_zero_grad(self) -> None:
         """Called before a validation during training to clear the gradients."""
@@ -415,7 +415,7 @@ class LightningModule(InitialHyperparameters, Task):
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
         """Within this context, use evaluation mode and hide the trainer, whose attributes torch would traverse."""
-        # torch.jit and the exporter follow every attribute, and the trainer leads to loggers and files
+        # torch.jit and the exporter traverse every attribute, and the trainer refers to loggers and files
         modes, trainer = [(module, module.training) for module in self.modules()], self.__dict__.pop("_trainer", None)
         self.eval()
         for module, _ in modes:

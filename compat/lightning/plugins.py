@@ -57,7 +57,7 @@ class Precision:
 
 
 class MixedPrecision(Precision):
-    """Autocast. For float16, gradients are scaled."""
+    """Mixed precision with autocast and, for float16, gradient scaling."""
 
     def __init__(self, precision: str, device: str, scaler: Any = None) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ class ClusterEnvironment:
     """This process's rank and node in a launcher's environment, read from the launcher's variables."""
 
     cluster = "auto"
-    """The value of Trainer's `cluster`."""
+    """The value of the Trainer argument `cluster`."""
 
     @property
     def place(self) -> Place:
@@ -210,7 +210,7 @@ class TorchSyncBatchNorm(LayerSync):
 
 
 def read_plugins(plugins: Any) -> dict[str, Any]:
-    """Return the Legato Trainer arguments that replace plugins. Raises UnsupportedError if a plugin has none."""
+    """Return the Legato Trainer arguments that replace plugins. Raises UnsupportedError for other plugins."""
     arguments: dict[str, Any] = {}
     requested = list(plugins) if isinstance(plugins, (list, tuple)) else [plugins] if plugins is not None else []
     for plugin in requested:
@@ -221,8 +221,8 @@ def read_plugins(plugins: Any) -> dict[str, Any]:
             # a subclass's methods return the ranks of the process, but a run in Legato does not call these methods
             if type(plugin).__module__ != __name__:
                 raise UnsupportedError(
-                    f"plugins=[{type(plugin).__name__}()] is not supported. Set the variables of SLURM or MPI, or "
-                    "RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. Legato reads ranks from them."
+                    f"plugins=[{type(plugin).__name__}()] is not supported. Legato reads environment variables: set "
+                    "those of SLURM or MPI, or RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT."
                 )
             arguments["requeue"] = bool(getattr(plugin, "auto_requeue", False)) and plugin.place.world_size > 1
         elif isinstance(plugin, TorchSyncBatchNorm):

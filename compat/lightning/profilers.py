@@ -165,7 +165,7 @@ class PyTorchProfiler(Profiler):
 
     Args:
         group_by_input_shapes: Show a row for each combination of input shapes. Requires `record_shapes=True`.
-        emit_nvtx: Mark operators for Nsight instead of recording. The program must run under `nsys profile`.
+        emit_nvtx: Mark operators for Nsight instead of recording them. The program must run under `nsys profile`.
         export_to_chrome: Write the trace.
         row_limit: Maximum number of rows in the table. -1: all.
         sort_by_key: Column to sort by. None: the total time on the GPU or, without a GPU, on the CPU.
@@ -315,7 +315,7 @@ PROFILERS: dict[str, type[Profiler]] = {"simple": SimpleProfiler, "pytorch": PyT
 
 
 def make_profiler(wanted: str | Profiler | None) -> Profiler:
-    """Return a profiler by name. A Profiler object is returned unchanged; for None, return a PassThroughProfiler.
+    """Return a profiler by name. Return a Profiler object unchanged, and return a PassThroughProfiler for None.
 
     Raises ConfigError for an unknown name.
     """

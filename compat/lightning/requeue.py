@@ -20,7 +20,7 @@ def store_checkpoint(root: Any, path: Any) -> None:
 
 
 def stored_checkpoint(root: Any) -> str | None:
-    """If this SLURM job was requeued, return its stored checkpoint path, otherwise None."""
+    """Return the stored checkpoint path of this SLURM job if the job was requeued, otherwise None."""
     return _note(root).read_text() if requeued_job() is not None and _note(root).exists() else None
 
 

@@ -12,7 +12,7 @@ NARROWEST = 25
 
 
 def only_logged(results: Sequence[dict[str, float]], logged: Container[str]) -> list[dict[str, float]]:
-    """Return the results that are also in `logged`. Values that are also logged per step are named NAME_epoch."""
+    """Return the results whose names are in `logged`. If a value is also logged per step, its name is NAME_epoch."""
     return [{name: value for name, value in metrics.items() if name in logged} for metrics in results]
 
 

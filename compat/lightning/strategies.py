@@ -133,7 +133,7 @@ class Strategy(strategy.Strategy):
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Return the object of rank `src` on every rank."""
-        # the common case; there is no broadcast of objects from other ranks
+        # the common case; objects cannot be broadcast from other ranks
         if src == 0:
             return self.collectives.broadcast(obj)
         return self.collectives.gather_objects(obj if self.place.rank == src else None)[src]

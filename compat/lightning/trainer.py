@@ -63,7 +63,7 @@ INNER_METHODS = (
 
 
 HIGHEST_SEED = 1 << 32
-"""Upper bound for seeds of programs; without a seed, torch draws one of at least 53 bits."""
+"""Upper bound of seeds that programs set. If no seed is set, torch draws a seed of at least 53 bits."""
 
 
 def without_defaults(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -175,7 +175,7 @@ class Trainer(TrainerAttributes):
             self.max_epochs = arguments["max_epochs"]
             if self.num_sanity_val_steps == -1:
                 self.num_sanity_val_steps = inf  # type: ignore[assignment]
-        # Lightning shows the share as the two limits, which programs read
+        # Lightning sets both limits to this fraction, and programs read them
         if self.overfit_batches:
             self.limit_train_batches = self.limit_val_batches = self.overfit_batches
         # a program may call methods of its logger, but fast_dev_run must not write anything
@@ -193,7 +193,7 @@ class Trainer(TrainerAttributes):
     def new_state(self) -> TrainerState:
         """Return the initial state of a fit. Its counts continue from the end of the last fit."""
         last = self.state
-        # a second fit continues the counts of the first in Lightning; in Legato, it starts anew
+        # in Lightning, a second fit continues the counts of the first; in Legato, it starts from zero
         fields = ("global_step", "optimizer_steps", "rounds", "samples_seen", "replicas", "seed")
         state = TrainerState(**{name: getattr(last, name) for name in fields}, epoch=self.current_epoch)
         state.fn, state.status = TrainerFn.FITTING, TrainerStatus.RUNNING
@@ -228,7 +228,7 @@ class Trainer(TrainerAttributes):
             )
         # a dict with "weight" is an ordinary result in programs for Lightning
         run.optimization.weights = SampleWeights(self)  # type: ignore[assignment]
-        run.optimization.watch = None  # modules that update a teacher in training_step train in this way
+        run.optimization.watch = None  # modules may update the weights of a teacher in training_step
 
     def enter_epoch(self) -> None:
         """Record that an epoch is running."""
@@ -330,7 +330,7 @@ class Trainer(TrainerAttributes):
         datamodule: Any = None,
         weights_only: bool | None = None,
     ) -> list[dict[str, float]]:
-        """Evaluate on the validation data; return the metrics of each loader."""
+        """Evaluate on the validation data and return the metrics of each loader."""
         with self._status(TrainerFn.VALIDATING):
             self._prepare("validate", model, dataloaders=dataloaders, datamodule=datamodule)
             run = partial(super().validate, uncompiled(model), dataloaders, self._checkpoint(ckpt_path, weights_only))
@@ -345,7 +345,7 @@ class Trainer(TrainerAttributes):
         datamodule: Any = None,
         weights_only: bool | None = None,
     ) -> list[dict[str, float]]:
-        """Evaluate on the test data; return the metrics of each loader."""
+        """Evaluate on the test data and return the metrics of each loader."""
         with self._status(TrainerFn.TESTING):
             self._prepare("test", model, dataloaders=dataloaders, datamodule=datamodule)
             run = partial(super().test, uncompiled(model), dataloaders, self._checkpoint(ckpt_path, weights_only))
@@ -383,7 +383,7 @@ class Trainer(TrainerAttributes):
         """
         if storage_options is not None:
             raise UnsupportedError("save_checkpoint does not support storage_options. Checkpoints are local files.")
-        module = vars(self.strategy).get("_lightning_module")  # public packages set a module before a run in this way
+        module = vars(self.strategy).get("_lightning_module")  # published packages set a module before a run
         if self.run is None and module is not None:
             write_module(Path(filepath), module)
             return

@@ -49,7 +49,7 @@ class LearningRateSweep(Callback):
             raise ConfigError(f"mode must be 'exponential' or 'linear', got {mode!r}.")
         if not 0 < lr_min < lr_max or num_training < 2:
             raise ConfigError(
-                f"Expected 0 < lr_min < lr_max and num_training >= 2, got {lr_min}, {lr_max} and {num_training}."
+                f"Expected 0 < lr_min < lr_max and num_training >= 2, got {lr_min=}, {lr_max=}, {num_training=}."
             )
         self.mode, self.lr_min, self.lr_max, self.num_training = mode, lr_min, lr_max, num_training
         self.diverges_at = diverges_at
@@ -68,7 +68,7 @@ class LearningRateSweep(Callback):
     def on_train_start(self, trainer: "Trainer", task: Task) -> None:
         """Remove the schedulers and set the first learning rate. Raises ConfigError if there are several optimizers."""
         if len(trainer.optimizers) != 1:
-            raise ConfigError(f"A sweep of learning rates needs one optimizer; the task has {len(trainer.optimizers)}.")
+            raise ConfigError(f"A learning rate sweep needs one optimizer, but the task has {len(trainer.optimizers)}.")
         trainer.lr_scheduler_configs.clear()
         self._set_rate(trainer, self.rate(0))
 
@@ -295,7 +295,7 @@ def _largest_size(all_in_one: Callable[[int], bool], mode: str, start: int, tria
             break
     garbage_collection_cuda()
     if not best:
-        raise ConfigError(f"Even batch size {max(size, 1)} does not fit in memory. Use a smaller model or input.")
+        raise ConfigError(f"A batch size of {max(size, 1)} does not fit in memory. Use a smaller model or input.")
     return best
 
 
@@ -310,7 +310,7 @@ def trial_of(trainer: "Trainer", task: Task, *data: Any) -> Iterator[tuple["Trai
     ConfigError if the trainer is running with several processes.
     """
     if trainer.running and trainer.world_size > 1:
-        raise ConfigError("A search during a run supports only one process. Run the search before the run.")
+        raise ConfigError("During a run, a search supports only one process. Use the Tuner before the run.")
     modules = [(module, module.__dict__.get("trainer")) for module in data if isinstance(module, DataModule)]
     copied = copy.deepcopy(task)
     copied.__dict__["configure_callbacks"] = list  # a trial does not use the callbacks that the task adds
@@ -357,7 +357,7 @@ def holders_of(name: str, *owners: Any) -> list[Any]:
     """
     holders = _holders(name, *owners)
     if not holders:
-        raise ConfigError(f"No task, data module or hparams has the attribute {name!r}. Define this attribute.")
+        raise ConfigError(f"Neither a task, a data module nor their hparams have the attribute {name!r}. Define it.")
     return holders
 
 

@@ -114,7 +114,7 @@ class Steppable(Protocol):
     """An object with a `step` method."""
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Take a step."""
+        """Perform a step."""
         ...
 
 

@@ -38,7 +38,7 @@ CPU_DEVICE = torch.device("cpu")
 
 
 def cli_lightning_logo() -> None:
-    """Print nothing: Legato has no logo."""
+    """Print nothing, because Legato has no logo."""
 
 
 def package_available(package_name: str) -> bool:
@@ -100,7 +100,7 @@ def reset_seed() -> None:
 
 @contextmanager
 def isolate_rng(include_cuda: bool = True) -> Iterator[None]:
-    """When this context exits, restore the states of all random number generators."""
+    """Restore the states of all random number generators when the context exits."""
     cuda = torch.cuda.get_rng_state_all() if include_cuda and torch.cuda.is_available() else []
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:

@@ -147,7 +147,7 @@ class StochasticWeightAveraging(weight_averaging.WeightAveraging, Callback):
             self._set_rates(trainer, trainer.current_epoch + 1)
 
     def _set_rates(self, trainer: "Trainer", epoch: int | None = None) -> None:
-        """Set the learning rates for an epoch (default: the current epoch) between the previous rates and `swa_lrs`."""
+        """Interpolate the rates for an epoch (default: the current epoch) between the previous rates and `swa_lrs`."""
         done = (trainer.current_epoch if epoch is None else epoch) - self.swa_start
         share = min(1.0, done / self.annealing_epochs) if self.annealing_epochs else 1.0
         share = (1 - math.cos(math.pi * share)) / 2 if self.annealing_strategy == "cos" else share

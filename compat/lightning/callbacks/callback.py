@@ -13,7 +13,7 @@ ROOM = __package__.rpartition(".")[0]
 OUR_NAME, LIGHTNINGS_NAME = "task", "pl_module"
 """The hook parameter that has a different name in Lightning."""
 EMPTY_HOOKS: set[Any] = set()
-"""Hooks of the base class with Lightning's parameter names; a run does not call them."""
+"""Empty hooks of the base class. A run does not call them."""
 
 
 def with_lightnings_names(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -101,7 +101,7 @@ class ModelCheckpoint(Checkpoint):
         self._error: BaseException | None = None
         """The error that ends the run, while `on_exception` saves."""
 
-    # programs call and replace these five by their mangled names, such as _ModelCheckpoint__resolve_ckpt_dir
+    # programs call and replace these five methods by their mangled names, such as _ModelCheckpoint__resolve_ckpt_dir
     def __init_monitor_mode(self, mode: str) -> None:
         if mode not in ("min", "max"):
             raise ConfigError(f"ModelCheckpoint: mode must be 'min' or 'max', got {mode!r}.")

@@ -178,7 +178,7 @@ class TQDMProgressBar(ProgressBar):
         self._begin(self.train_progress_bar, self.total_train_batches, f"Epoch {trainer.current_epoch}")
 
     def on_train_batch_end(self, trainer: "Trainer", pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Count the batch."""
+        """Advance the bar after a batch."""
         if self._draws(self.train_progress_bar, batch_idx + 1):
             self.train_progress_bar.set_postfix(self.get_metrics(trainer, pl_module), refresh=False)
             self.train_progress_bar.refresh()
@@ -211,7 +211,7 @@ class TQDMProgressBar(ProgressBar):
     def on_validation_batch_end(
         self, trainer: "Trainer", pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Count the batch."""
+        """Advance the bar after a batch."""
         self._advance(self.val_progress_bar, batch_idx + 1)
 
     def on_validation_end(self, trainer: "Trainer", pl_module: Any) -> None:
@@ -235,7 +235,7 @@ class TQDMProgressBar(ProgressBar):
     def on_test_batch_end(
         self, trainer: "Trainer", pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Count the batch."""
+        """Advance the bar after a batch."""
         self._advance(self.test_progress_bar, batch_idx + 1)
 
     def on_test_end(self, trainer: "Trainer", pl_module: Any) -> None:
@@ -257,7 +257,7 @@ class TQDMProgressBar(ProgressBar):
     def on_predict_batch_end(
         self, trainer: "Trainer", pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Count the batch."""
+        """Advance the bar after a batch."""
         self._advance(self.predict_progress_bar, batch_idx + 1)
 
     def on_predict_end(self, trainer: "Trainer", pl_module: Any) -> None:
