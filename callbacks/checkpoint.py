@@ -51,8 +51,8 @@ def checkpoint_name(template: str, values: Mapping[str, Any]) -> str:
         ) from None
     if not is_name(name):
         raise ConfigError(
-            f"Checkpoint: filename={template!r} gives {name!r}, which is not a valid folder name. It names a folder "
-            f"in dirpath and must not contain '/' or begin with a dot."
+            f"Checkpoint: filename={template!r} becomes {name!r}, which is not a valid folder name. A checkpoint is a "
+            f"folder in dirpath, so its name must not contain '/' or begin with a dot."
         )
     return name
 
@@ -156,7 +156,7 @@ class Checkpoint(CheckpointCallback):
 
     @property
     def best_model_path(self) -> str:
-        """Path of the checkpoint with the best monitored value or, without `monitor`, of the newest one, or ""."""
+        """Path of the checkpoint with the best monitored value or, without `monitor`, of the newest one. May be ""."""
         return self.path(next(iter(self.index.best(self.save_top_k)), None))
 
     @property
@@ -295,14 +295,14 @@ class Checkpoint(CheckpointCallback):
             self.save(trainer)
 
     def on_train_epoch_end(self, trainer: "Trainer", task: "Task") -> None:
-        """Save unless saves follow validations. Raises ConfigError if nothing has logged the metric."""
+        """Save unless checkpoints are saved after validation. Raises ConfigError if nothing has logged the metric."""
         if self._metric is not None and self._metric.is_missing(trainer):
             self._metric.refuse(trainer)
         idle = self._due_step > 0 and not self.index.checkpoints and not self.save_last and self.save_top_k != 0
         if idle and trainer.is_global_zero:
             log.warning(
                 "Checkpoint: no checkpoint was saved by step %d. With save_last=False, a checkpoint requires a value "
-                "of %r, but no validation ran at these steps. Set val_check_interval so that it does.",
+                "of %r, but no validation ran at the steps to save. Set val_check_interval to match these steps.",
                 trainer.global_step, self.monitor,
             )  # fmt: skip
         if not trainer.state.epoch_ended:

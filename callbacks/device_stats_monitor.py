@@ -32,7 +32,7 @@ class DeviceStatsMonitor(Callback):
     def setup(self, trainer: "Trainer", task: "Task", stage: str) -> None:
         """Raise ConfigError if the run has no logger, or if `cpu_stats` is True and psutil is not installed."""
         if stage == "fit" and not trainer.loggers:
-            raise ConfigError("DeviceStatsMonitor needs a logger: set trainer.logger to True or a logger.")
+            raise ConfigError("DeviceStatsMonitor needs a logger. Set trainer.logger to True or to a logger.")
         if self._cpu_stats and find_spec("psutil") is None:
             raise ConfigError("DeviceStatsMonitor(cpu_stats=True) needs the package psutil: pip install psutil.")
 

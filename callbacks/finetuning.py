@@ -106,7 +106,7 @@ class BaseFinetuning(Callback):
         new_params = [parameter for parameter in params if id(parameter) not in present]
         if len(new_params) < len(params):
             log.warning(
-                "%d of the parameters to unfreeze are already in a parameter group of the optimizer and stay there. "
+                "%d of the parameters to unfreeze are already in a parameter group of the optimizer and remain there. "
                 "In configure_optimizers, pass only trainable parameters: filter(lambda p: p.requires_grad, ...).",
                 len(params) - len(new_params),
             )

@@ -73,7 +73,7 @@ class LearningRateMonitor(Callback):
             trainer.current_run.write(step, values)
 
     def _rates(self, trainer: "Trainer", interval: str) -> dict[str, float]:
-        """Return the rates to log at an interval ("step" or "epoch"), by name. On ranks other than 0, it is empty."""
+        """Return the rates to log at an interval ("step" or "epoch"), by name. Only rank 0 has any."""
         values: dict[str, float] = {}
         if not trainer.loggers or not trainer.is_global_zero or self.logging_interval not in (None, interval):
             return values

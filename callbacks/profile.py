@@ -51,7 +51,7 @@ class Profile(Callback):
 
         folder = self.dirpath or (trainer.run_dir and Path(trainer.run_dir, "profile"))
         if folder is None:
-            raise ConfigError("Profile has no folder to write to, since this run has no run directory: set dirpath.")
+            raise ConfigError("Profile has no folder to write to, since this run has no run directory. Set dirpath.")
         handler = profiler.tensorboard_trace_handler(str(folder), f"rank-{trainer.global_rank}")
         # without acc_events, torch warns that a new cycle clears the previous one's events, but those are saved already
         options = {"acc_events": True, **self.options}

@@ -171,7 +171,7 @@ class WeightAveraging(Callback):
         """Raise TaskError while the task holds the averages instead of the trained weights."""
         if self._trained:
             raise TaskError(
-                f"save_checkpoint was called during an evaluation, while the task holds the averages of "
+                f"save_checkpoint was called during an evaluation, while the task held the averages of "
                 f"{type(self).__name__} in place of the trained weights. Call it in on_validation_end or later."
             )
         if "callbacks" not in checkpoint:  # a weights-only checkpoint stores the averages

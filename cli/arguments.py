@@ -68,14 +68,14 @@ def add_arguments(parser: ArgumentParser, name: str) -> None:
     elif name == "verify":
         add("--out", metavar="DIR", help="folder for the certificate (default: beside the run)")
     elif name == "export":
-        add("checkpoint", metavar="CHECKPOINT", help=f"a checkpoint, or a run whose newest one is used: {A_RUN}")
+        add("checkpoint", metavar="CHECKPOINT", help=f"a checkpoint, or a run whose newest checkpoint is used: {A_RUN}")
         out = "file to write (x.safetensors, x.onnx or x.pt2), or folder for a full checkpoint or --format hf"
         add("out", metavar="OUT", help=out)
         add("config", metavar="CONFIG", nargs="*", default=[], help="config of the model (default: the run's config)")
         add("--format", choices=("hf",), help="hf: write a folder for from_pretrained")
         add("--shard-size", metavar="SIZE", help="with --format hf: maximum size of a weights file, such as 5GB")
     elif name == "convert":
-        add("source", metavar="SOURCE", help=f"a checkpoint, or a run whose newest one is used: {A_RUN}")
+        add("source", metavar="SOURCE", help=f"a checkpoint, or a run whose newest checkpoint is used: {A_RUN}")
         add("target", metavar="TARGET", help="Lightning file to write, x.ckpt")
     elif name == "completion":
         add("shell", metavar="SHELL", choices=["bash", "zsh", "tcsh"], help="bash, zsh or tcsh")

@@ -195,7 +195,7 @@ def try_stages(config: "Config", original: "ConfiguredRun", folder: Path, report
     trainer = original.trainer
     skipped = [type(logger).__name__ for logger in trainer.loggers if not isinstance(logger, LOCAL_LOGGERS)]
     if skipped:
-        report.remarks.append(f"Not tried, since it may write to a server: {', '.join(skipped)}.")
+        report.remarks.append(f"Not tried, to avoid writing to a server: {', '.join(skipped)}.")
     trial = attempt("fit", config, original, folder, report).trainer
     is_launched = find_place(trainer.cluster) is not None
     if is_launched:

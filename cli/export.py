@@ -176,7 +176,7 @@ def example_input(task: Task) -> tuple[tuple[Any, ...], dict[str, Any]]:
     positional = () if named else tuple(example) if isinstance(example, tuple) else (example,)
     if {tensor.shape[0] for tensor in tensors_in(example) if tensor.dim()} == {1}:
         # torch.export treats a size of 1 as constant
-        raise TaskError("example_input_array has one sample, so the export would accept only one. Use two samples.")
+        raise TaskError("example_input_array has one sample, so the export would require one. Use two samples.")
     try:
         inspect.signature(task.forward).bind(*positional, **named)
     except TypeError as error:

@@ -58,8 +58,8 @@ class ConfigHistory(StudiedRun):
         for changed in (int(start.get("step", 0)) for _, start in self.starts):
             if begun < changed < last and self._deciding(changed) != self._deciding(changed + 1):
                 raise ConfigError(
-                    f"A resume changed the config after step {changed}. Replay up to that step (until={changed}), and "
-                    f"later steps from a checkpoint at or after it."
+                    f"A resume changed the config after step {changed}. Replay up to that step (until={changed}). "
+                    f"Replay later steps separately, from a checkpoint at or after that step."
                 )
         trainer = dict(config.values["trainer"])
         # sync_batchnorm needs one process per replica; without it, the number of processes does not change the result

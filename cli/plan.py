@@ -45,7 +45,7 @@ def run_plan(options: Namespace) -> None:
     plan = Plan(load_config(options.words))
     print("\n".join(f"{name:<16}{value}" for name, value in plan.rows(memory)))
     if plan.steps == 0:
-        raise DataError("An epoch of this run has no steps, so fit would fail. Its replicas need more samples.")
+        raise DataError("An epoch of this run has no steps, so fit would fail. Use more samples or fewer replicas.")
 
 
 # --- sizes ------------------------------------------------------------------------------------------------------------
@@ -205,7 +205,7 @@ class Plan:
 
     @property
     def total_steps(self) -> int | None:
-        """Optimizer steps of the run, or None if unknown, or if neither epochs nor steps are limited."""
+        """Optimizer steps of the run, or None if the number is unknown or unlimited."""
         limits = [] if self.values["max_steps"] == -1 else [self.values["max_steps"]]
         epochs = self.values["max_epochs"]
         if epochs is None and not limits and self.values["max_time"] is None:

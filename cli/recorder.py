@@ -57,7 +57,7 @@ class Record:
 
 
 class Recorder(MonitoringCallback):
-    """Records the steps of fit and ends the run. After each step, saves the record in the run directory.
+    """Records the first steps of fit, and then ends the run. The record is saved in the run directory after each step.
 
     Each rank writes its own file, since a collective would fail if any rank has failed.
     """

@@ -115,7 +115,7 @@ def list_values(axes: Sequence[Axis], count: int | None, seed: int) -> list[Valu
     if interval is not None:
         if count is None:
             raise ConfigError(
-                f"{interval.key} is an interval, so the number of trials is unlimited. Set it with --random 20 or "
+                f"{interval.key} is an interval, so the number of trials is unlimited. Set a number: --random 20 or "
                 f"--optuna 20, or list values: {interval.key}={','.join(interval.texts)}."
             )
         # a generator per trial: a larger count does not change the first trials
@@ -358,7 +358,10 @@ class Sweep:
             raise WorkerError(f"{failed} of {self.count} trials failed. See log.txt in their folders.")
 
     def _end(self, number: int) -> None:
-        """Signal all trials to save and exit, or kill them after a second Ctrl-C. 0 repeats the earlier signals."""
+        """Signal all trials to save and exit, or kill them after a second Ctrl-C.
+
+        If `number` is 0, repeat the earlier signals.
+        """
         self.signals += [number] if number else []
         again = self.signals.count(signal.SIGINT) > 1
         for trial in self.trials:

@@ -108,7 +108,7 @@ class RunHistory:
 
     @cached_property
     def starts(self) -> list[tuple[int, dict[str, Any]]]:
-        """(number, record) of each start of training, oldest first. Evaluations also have numbers, but are left out."""
+        """Number and record of each start of training, oldest first. Evaluations also have numbers, but are omitted."""
         records = enumerate(read_starts(self.directory))
         return [(number, record) for number, record in records if record.get("stage", "fit") == "fit"]
 

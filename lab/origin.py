@@ -17,7 +17,7 @@ def differences(history: RunHistory, step: int) -> Iterator[str]:
     start, now = history.start_of(step)[1], installed_packages() | versions()
     was: dict[str, Any] = {**(start.get("packages") or {}), **(start.get("versions") or {})}
     if changed := changed_values(was, now):
-        yield f"Versions changed since the run: {changed}. Bits may differ."
+        yield f"Versions changed since the run: {changed}. Results may differ."
     code = list(code_differences(history.directory, start["git"]) if start.get("git") else ())
     # for files that git does not track, and outside git
     names = [] if code else changed_sources(start)

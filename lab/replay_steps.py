@@ -132,10 +132,10 @@ class Replayed:
         if self.holds:
             print(self.describe(), file=STDOUT, flush=True)
             return
-        expected = f"must have the same bits ({self.why})" if self.to_the_bit else "may differ by rounding only"
+        expected = f"must be bitwise identical ({self.why})" if self.to_the_bit else "may differ only by rounding"
         raise LegatoError(
-            f"The replay differs from the run: {self.describe()}. They {expected}, so code, data, versions or hardware "
-            f"have changed since."
+            f"The replay differs from the run: {self.describe()}. These values {expected}, so the code, data, versions "
+            f"or hardware have changed since the run."
         )
 
 
@@ -260,10 +260,10 @@ def sameness(history: RunHistory, steps: tuple[int, int], trainer: Any) -> tuple
     if reproducible == {"bitwise"} == {trainer.reproducible}:
         return True, "reproducible: bitwise"
     if "off" in reproducible:
-        return False, "reproducible: off, whose random numbers depend on the processes"
+        return False, "reproducible: off, so random numbers depend on the processes"
     if trainer.strategy.elastic:
-        return False, "an elastic run, whose processes may have changed, and reproducible: order"
+        return False, "reproducible: order in an elastic run, whose processes may have changed"
     if before == {after} and (after == 1 or {start.get("strategy") for start in starts} == {trainer.strategy.name}):
-        return True, "the run had one process, too" if after == 1 else f"the run had {after} processes, too"
+        return True, "the run also had one process" if after == 1 else f"the run also had {after} processes"
     counts = " and ".join(map(str, sorted(before)))
-    return False, f"the run had {counts} processes, the replay {after}, and reproducible: order"
+    return False, f"reproducible: order, with {counts} processes in the run and {after} in the replay"

@@ -90,7 +90,7 @@ class SampleLookup:
         return self._data[key]
 
     def at(self, step: int) -> StepInput:
-        """Return the sample indices of each replica in a step or, for a stream, the batch numbers. Loads no samples.
+        """Return the sample indices of each replica in a step or, for a stream, the batch numbers. Loads no data.
 
         Raises DataError if a sampler returns a different order each time, so that the run's order is unknown.
         """

@@ -105,7 +105,7 @@ class SpikeWatch(Callback):
         optimizers, runs_step = trainer.optimizers, trainer.current_run.optimization.needs_closure
         if runs_step or (self.then == "skip" and len(optimizers) > 1):
             came = f"{type(optimizers[0]).__name__}, which evaluates the loss itself" if runs_step else "several"
-            raise ConfigError(f"SpikeWatch(then={self.then!r}) needs one optimizer with one update a step, got {came}.")
+            raise ConfigError(f"SpikeWatch(then={self.then!r}) needs 1 optimizer with 1 update per step, got {came}.")
 
     def on_processes_changed(self, trainer: "Trainer", task: "Task") -> None:
         """Discard the losses of a step that is repeated after processes change in an elastic run."""

@@ -25,8 +25,8 @@ class StragglerMonitor(Callback):
     others do on average. `wait_share` is that time as a fraction of the slowest rank's work. The measurements are
     exchanged with the ranks' regular agreement (`processes/agreement.py`) and need no extra collective.
 
-    Under sharded strategies, ranks also wait for each other in the forward pass, so a rank's own work is only data
-    loading.
+    Under sharded strategies, ranks also wait for each other in the forward pass, so only data loading is counted as a
+    rank's own work.
     """
 
     def __init__(self, *, threshold: float = 0.2) -> None:
@@ -150,7 +150,7 @@ class StragglerMonitor(Callback):
             return
         self._warned.add(self._suspect)
         log.warning(
-            "Rank %d is the slowest: it works %.3g s per step, and the others wait %.3g s for it on average (%.0f %%).",
+            "Rank %d is the slowest: it works for %.3g s per step, and the others wait %.3g s on average (%.0f %%).",
             self.slowest,
             longest,
             self.wait_seconds,

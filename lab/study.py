@@ -85,7 +85,7 @@ def verify(
 ) -> Verification:
     """Recompute random segments between checkpoints of a run, and write a certificate, without changing the run.
 
-    The function first prints the estimated cost, and finally the certificate.
+    The estimated cost is printed first, and the certificate at the end.
 
     Args:
         run: A run from `legato.runs`, its path or its name.

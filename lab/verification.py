@@ -47,7 +47,7 @@ OTHER_PROCESSES = (
     "The number of processes differs from the run's. Under tensor and pipeline, for example, this changes the dropout "
     "masks. Verify with as many processes as the run had (devices=N)."
 )
-NOT_DETERMINISTIC = "Recomputing these steps twice gave different bits: an operation is not deterministic."
+NOT_DETERMINISTIC = "Recomputing these steps twice gave different results, so an operation is not deterministic."
 
 
 @dataclass
@@ -238,7 +238,7 @@ class Verification:
             "Run        {place}, id {id}".format(**certificate["run"]),
             f"Verified   {certificate['verified']['time']} on {platform.node()}, {processor['cpu_features']}",
             f"With       {', '.join(f'{name} {version}' for name, version in [*versions.items(), *commit] if version)}",
-            f"Drawn      {len(self.segments)} of {self.total} segments between checkpoints, seed {self.seed}",
+            f"Chosen     {len(self.segments)} of {self.total} segments between checkpoints, seed {self.seed}",
             *map(str, self.segments),
             *certificate["not_verified"],
             *(
@@ -272,7 +272,7 @@ def compare(segment: Segment, replayed: Replayed, contents: Mapping[str, Any]) -
     names = [name for name in was | now if was.get(name) != now.get(name)]
     names = [name for name in names if (name in was and name in now) or not name.startswith(OF_CALLBACKS)]
     values = counted(replayed.values, "logged value")
-    segment.result = f"{values} and all {len(was):,} values in the checkpoint are bitwise identical"
+    segment.result = f"{values} and all {len(was):,} entries in the checkpoint are bitwise identical"
     if not replayed.to_the_bit:
         # some weights and optimizer states are pure rounding error, such as those of a bias before a batch norm
         apart = distance(stored["state_dict"], contents["state_dict"])

@@ -39,13 +39,13 @@ class SameData(Callback):
     def on_train_start(self, trainer: "Trainer", task: "Task") -> None:
         """Compare the environment and the data."""
         if trainer.is_global_zero and (changes := changed_values(self.environment, environment())):
-            log.warning("The environment differs from the run's: %s. Bits may differ.", changes)
+            log.warning("The environment differs from the run's: %s. Results may differ.", changes)
         changed = trainer.current_run.training_data.changed_content(self.content) if trainer.is_global_zero else []
         if changed:
             names = " ".join(["", *filter(None, changed)])
             raise DataError(
-                f"The replay differs from the run: the samples of the dataset{names} have changed. Replay with the "
-                f"data of the run."
+                f"The replay differs from the run: the samples in the dataset{names} have changed. Replay with the "
+                f"original data."
             )
 
 

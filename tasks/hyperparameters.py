@@ -18,7 +18,7 @@ class AttributeDict(dict[str, Any]):
             return self[name]
         except KeyError:
             # not KeyError: hasattr, and getattr with a default, only catch AttributeError
-            raise AttributeError(f"No hyperparameter {name!r}. Saved ones: {', '.join(self) or 'none'}.") from None
+            raise AttributeError(f"No hyperparameter {name!r} was saved. Saved: {', '.join(self) or 'none'}.") from None
 
     def __setattr__(self, name: str, value: Any) -> None:
         self[name] = value
@@ -67,7 +67,7 @@ class Hyperparameters:
             unknown = [name for name in args if name not in arguments]
             if unknown:
                 raise TaskError(
-                    f"save_hyperparameters: {unknown[0]!r} is not an argument of __init__, which has "
+                    f"save_hyperparameters: {unknown[0]!r} is not an argument of __init__, which takes "
                     f"{', '.join(sorted(arguments))}."
                 )
             arguments = {name: arguments[name] for name in args}

@@ -381,7 +381,7 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
 
     # --- display ----------------------------------------------------------------------------------------------------
     def describe_batch(self, batch: Any) -> str | None:
-        """Return a description of a batch for `legato samples --show`, or None to print the shapes of its tensors."""
+        """Return a description of a batch for `legato samples --show`. None: show the shapes and ranges of tensors."""
         return None
 
     # --- rest -------------------------------------------------------------------------------------------------------

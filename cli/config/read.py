@@ -336,7 +336,7 @@ def _read_config_file(path: Path, above: tuple[Path, ...]) -> Layer:
     # a file that is empty or has only comments changes nothing
     values = {} if layer.values is None else layer.values
     if not isinstance(values, dict):
-        raise ConfigError(f"{layer.origin(())}: a config must be a mapping with keys such as task: and trainer:.")
+        raise ConfigError(f"{layer.origin(())}: a config must be a mapping with keys such as task and trainer.")
     names = values.pop("extends", [])
     names = [names] if isinstance(names, str) else names
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):

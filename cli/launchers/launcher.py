@@ -45,7 +45,7 @@ class Launcher:
             done = subprocess.run(words, input=text, capture_output=True, text=True, check=False)
         except OSError as error:
             raise WorkerError(
-                f"launcher={self.name} cannot run {words[0]} ({error.strerror}). Run this command on a machine of the "
+                f"launcher={self.name} cannot run {words[0]} ({error.strerror}). Run this command on a machine in the "
                 f"cluster. launcher.dry_run=true prints the job without starting it."
             ) from error
         if done.returncode != 0:

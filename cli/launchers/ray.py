@@ -110,8 +110,8 @@ class RayLauncher(Launcher):
             ray.get(group.ready(), timeout=self.placement_timeout)
         except GetTimeoutError as error:
             raise WorkerError(
-                f"{machines.nodes} nodes with {bundle} were not free in the Ray cluster within "
-                f"{self.placement_timeout:g} s. Run `ray status`, or change num_nodes, devices or cpus_per_process."
+                f"The Ray cluster did not provide {machines.nodes} nodes with {bundle} within "
+                f"{self.placement_timeout:g} s. Run `ray status`, or reduce num_nodes, devices or cpus_per_process."
             ) from error
         return group
 

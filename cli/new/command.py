@@ -23,7 +23,7 @@ CONFIG_OF_PROJECT = "configs/train.yaml"
 def run_new(options: Namespace) -> None:
     """Run `legato new`."""
     if not options.name.strip():
-        raise ConfigError("legato new needs a name for the project, such as: legato new my_project")
+        raise ConfigError("legato new requires a project name. Example: legato new my_project")
     require_local(options.name, "The project's folder")
     folder = Path(options.name)
     written = write_project(folder)

@@ -283,5 +283,5 @@ def test_an_unknown_name_is_no_hyperparameter():
             super().__init__()
             self.save_hyperparameters("lrr")
 
-    with pytest.raises(TaskError, match=r"'lrr' is not an argument of __init__, which has lr"):
+    with pytest.raises(TaskError, match=r"'lrr' is not an argument of __init__, which takes lr"):
         Keeps(0.1)

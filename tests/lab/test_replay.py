@@ -86,7 +86,7 @@ def test_other_code_than_the_run_had_is_named_and_told_by_the_proof() -> None:
     assert "the first that differs is 'train/loss_step' of step 5" in done.stderr
     Path("points.py").write_text(text.replace("0.02 *", "0.03 *"))
     done = legato("replay", str(run), "step=7", fails=True)
-    assert "The replay differs from the run: the samples of the dataset have changed." in done.stderr
+    assert "The replay differs from the run: the samples in the dataset have changed." in done.stderr
 
 
 @pytest.mark.parametrize("options", [(), (*TWO, "trainer.reproducible=bitwise")])
@@ -99,7 +99,7 @@ def test_another_environment_than_the_run_had_is_named(options: tuple[str, ...])
     )
     # its bits may be those of the run, or not
     first = completed(run_module, "legato", "replay", str(run), "step=2", env={**os.environ, "NCCL_ALGO": "Ring"})
-    told = "The environment differs from the run's: mkldnn True -> False, NCCL_ALGO None -> Ring. Bits may differ."
+    told = "The environment differs from the run's: mkldnn True -> False, NCCL_ALGO None -> Ring. Results may differ."
     assert told in first.stderr
     later = completed(run_module, "legato", "replay", str(run), "step=7", env={**os.environ, "NCCL_ALGO": "Ring"})
     assert "mkldnn: True -> False, NCCL_ALGO: None -> Ring" in later.stderr

@@ -208,7 +208,7 @@ def test_two_optimizers_are_judged_by_the_norm_of_all_gradients(trainer):
     made = trainer(callbacks=[SpikeWatch()], max_epochs=4)
     made.fit(Two({15: 100.0}), make_loader(20))
     assert spikes_of(made).spikes == [15]
-    with pytest.raises(ConfigError, match="needs one optimizer with one update a step, got several"):
+    with pytest.raises(ConfigError, match="needs 1 optimizer with 1 update per step, got several"):
         trainer(callbacks=[SpikeWatch(then="skip")]).fit(Two({}), make_loader(20))
 
 

@@ -154,7 +154,7 @@ def test_it_warns_with_the_ranks_name(capfd):
 
     run_workers(work, 2, threads=1)
     told = capfd.readouterr().err
-    assert told.count("Rank 1 is the slowest: it works 0.") == 1
+    assert told.count("Rank 1 is the slowest: it works for 0.") == 1
     assert "s for it on average (" in told
 
 

@@ -124,7 +124,7 @@ def test_a_changed_data_file_is_told_by_its_first_batch_or_else_by_elimination(p
     run = trained(*processes)
     write_points(changed=tuple(range(30)))
     text, _ = verified(run, "segments=1", fails=True)
-    assert "the samples of the dataset have changed" in text
+    assert "the samples in the dataset have changed" in text
     first = json.loads(Path("runs/default/version_0.verified-0/certificate.json").read_text())
     seen = next(iter(first["data"].values()))[""]["place"][2]
     write_points(changed=(next(index for index in range(30) if index not in seen),))
