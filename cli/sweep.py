@@ -115,7 +115,7 @@ def list_values(axes: Sequence[Axis], count: int | None, seed: int) -> list[Valu
     if interval is not None:
         if count is None:
             raise ConfigError(
-                f"{interval.key} is an interval, so the number of trials is unlimited. Set a number: --random 20 or "
+                f"{interval.key} is an interval, so the number of trials is unlimited. Limit it with --random 20 or "
                 f"--optuna 20, or list values: {interval.key}={','.join(interval.texts)}."
             )
         # a generator per trial: a larger count does not change the first trials

@@ -147,7 +147,7 @@ def test_optuna_chooses_the_same_in_whatever_order_trials_end() -> None:
         (["task.lr=1,2"], "no callback in the config monitors a metric. Set the metric to compare: --metric NAME"),
         (["task.lr=1,high", *OBJECTIVE], "task.lr must be float, not the string 'high'"),
         (["task.rate=1,2", *OBJECTIVE], "override: task.rate is not an argument of Line. It takes lr"),
-        (["task.lr=uniform(0,1)", *OBJECTIVE], "Set it with --random 20"),
+        (["task.lr=uniform(0,1)", *OBJECTIVE], "Limit it with --random 20"),
         (["task.lr=1,2", "--jobs", "0", *OBJECTIVE], "--jobs must be at least 1"),
         (["task.lr=1,2", "--random", "2", "--optuna", "3"], "cannot be combined"),
         (["task.lr=1,2", "--job", "2"], "Did you mean '--jobs'?"),
