@@ -576,7 +576,7 @@ def test_unsupported_options_are_refused(tmp_path, options, message):
 def test_several_machines_are_refused(tmp_path, monkeypatch):
     for name, value in {"NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match="elastic=true runs on one machine"):
+    with pytest.raises(ConfigError, match="elastic=true runs on one machine only"):
         fit(tmp_path, elastic=True, num_nodes=2)
 
 

@@ -127,7 +127,7 @@ def test_a_group_of_the_script_is_joined(ranks, name):
         ("one device", ("has 2 processes", "devices=1", "ask for 1")),
         ("single", ("'single' runs in one process", "this run has 2", "cluster=off")),
         ("elastic", ("elastic", "do not initialize a process group")),
-        ("rpc", ("ddp_rpc makes separate process groups",)),
+        ("rpc", ("ddp_rpc creates separate process groups",)),
         ("backend", ("process_group_backend='nccl'", "gloo for cpu")),
     ],
 )

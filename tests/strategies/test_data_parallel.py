@@ -220,7 +220,7 @@ def test_a_value_assigned_to_a_copy_is_lost_with_a_warning():
             return super().training_step(batch, batch_idx)
 
     with attached(Forgetful(), 2) as strategy:
-        with pytest.warns(UserWarning, match=r"training_step assigned self.total, .*dropped after each batch"):
+        with pytest.warns(UserWarning, match=r"training_step assigned self.total, .*drops them after each batch"):
             strategy.training_step((make_batch(4), 0), 0, last=True)
         strategy.training_step((make_batch(4), 0), 0, last=True)  # warns once
 

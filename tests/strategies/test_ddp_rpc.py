@@ -186,7 +186,7 @@ def test_unsupported_settings_are_refused_by_name(results, name):
     ("task", "kind", "message"),
     [
         (Dropping, ConfigError, "'noise' contains a Dropout, which differs between training"),
-        (Made, TaskError, "functions that make a module"),
+        (Made, TaskError, "functions that return a module"),
     ],
 )
 def test_modules_that_cannot_be_served_are_refused(task, kind, message):
@@ -197,9 +197,9 @@ def test_modules_that_cannot_be_served_are_refused(task, kind, message):
 def test_too_few_processes_or_several_nodes_are_refused():
     strategy = DDPRPCStrategy(servers=2)
     assert [strategy.serve(Place(rank, world_size=4)) for rank in range(4)] == [False, False, True, True]
-    with pytest.raises(ConfigError, match="2 processes - 2 servers = 0"):
+    with pytest.raises(ConfigError, match="2 processes - 2 servers = 0 trainers"):
         strategy.serve(Place(0, world_size=2))
-    with pytest.raises(ConfigError, match="runs on one node, got 2"):
+    with pytest.raises(ConfigError, match="runs on one node only, got 2"):
         strategy.serve(Place(0, world_size=4, nodes=2))
     with pytest.raises(ConfigError, match="expected servers >= 1, got 0"):
         DDPRPCStrategy(servers=0)

@@ -279,8 +279,8 @@ REFUSED = {
     r"no module matches 'wid'. Did you mean 'wide'": (lambda: Planned({"wid": "column"}), TENSOR, {}),
     r"'columns' is not column .*Did you mean 'column'": (lambda: Planned({"wide": "columns"}), TENSOR, {}),
     r"'row' needs a Linear, but Planned.body.0 is a Conv2d": (lambda: Planned({"body.0": "row"}), TENSOR, {}),
-    r"narrow has 3 outputs, not a multiple of tensor=2": (lambda: Planned({"narrow": "column"}), TENSOR, {}),
-    r"foreach=True.*are on several": (Foreach, TENSOR, {}),
+    r"narrow has 3 outputs, which is not a multiple of tensor=2": (lambda: Planned({"narrow": "column"}), TENSOR, {}),
+    r"foreach=True.*are on several meshes": (Foreach, TENSOR, {}),
     r"returned a ZeroRedundancyOptimizer": (OwnZero, "zero1", {}),
 }
 
@@ -382,7 +382,7 @@ def test_a_plan_names_modules_by_patterns():
     results = read_plan(task, task.tensor_plan(), 4)
     assert results["blocks.0.attention.query_key_value"] == "column"
     assert sorted(set(results.values())) == ["column", "row"]
-    with pytest.raises(ConfigError, match="has 48 outputs, not a multiple of tensor=5"):
+    with pytest.raises(ConfigError, match="has 48 outputs, which is not a multiple of tensor=5"):
         read_plan(task, task.tensor_plan(), 5)
 
 

@@ -335,7 +335,7 @@ def returns(make):
 
 BAD = [
     (Chain, 3, {}, r"trainer.devices has 3 = 1 x 2 \+ 1. Use 2 or 4 devices"),
-    (Chain, 1, {}, r"trainer.devices has 1 = 0 x 2 \+ 1. Use 2 devices;"),
+    (Chain, 1, {}, r"trainer.devices has 1 = 0 x 2 \+ 1. Use 2 devices\."),
     (Chain, 4, {"devices_per_replica": 3}, r"has 4 = 1 x 3 \+ 1. Use 3 or 6 devices"),
     (Chain, 2, {"devices_per_replica": 1}, "expected devices_per_replica >= 2, got 1"),
     (Chain, 2, {"split": [3, 5]}, r"3 \+ 5 = 8 blocks, but the task has 7: net.0, .*net.6"),
@@ -347,7 +347,7 @@ BAD = [
     (Chain, 2, {"elastic": True}, "elastic=true needs strategy ddp"),
     (Placed, 2, {"split": [3, 4]}, None),
     (Unsaid, 2, {}, r"def configure_blocks\(self\): return"),
-    (Tied, 2, {}, "net.2.weight and net.6.weight are the same tensor, but belong to parts 0 and 1"),
+    (Tied, 2, {}, "net.2.weight and net.6.weight are the same tensor, but they belong to parts 0 and 1"),
     (Outside, 2, {}, "(first|net.0.weight) and (first|net.0.weight) are the same tensor"),
     (returns(lambda self: [self.net, nn.Linear(1, 1)]), 2, {}, "entry 1 is a Linear outside of the task"),
     (returns(lambda self: [self.net, "head"]), 2, {}, "entry 1 is a str"),
@@ -386,7 +386,7 @@ def test_manual_optimization_takes_no_micro_batches():
 
 @pytest.mark.slow
 def test_batch_norm_over_all_processes_takes_whole_batches():
-    with pytest.raises(ConfigError, match="which micro_batches splits"):
+    with pytest.raises(ConfigError, match="but micro_batches splits them"):
         run(Chain(norm=True), devices=4, strategy=parts(micro_batches=2), sync_batchnorm=True)
 
 

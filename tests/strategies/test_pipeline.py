@@ -408,11 +408,11 @@ STOPPED = [
         Backwards,
         {},
         TaskError,
-        "order of configure_blocks; training_step called 'net.2' instead of 'net.1'|between 'net.0'",
+        "order of configure_blocks, but training_step called 'net.2' instead of 'net.1'|between 'net.0'",
     ),
     (Before, {}, TaskError, "uses parameters before 'net.0', the first block"),
     (Never, {}, TaskError, "did not call 'net.0', the first"),
-    (Twice, {}, TaskError, r"must call each block of the task once; it called 'net.0' again\. Join both inputs"),
+    (Twice, {}, TaskError, r"must call each block of the task once, but it called 'net.0' again\. Join both inputs"),
     (Fails, {}, ValueError, "the last stage fails"),
 ]
 
@@ -432,9 +432,9 @@ class Nothing(Chain):
 
 
 REFUSED = [
-    (Several, {}, {}, "one optimizer, got 2"),
+    (Several, {}, {}, "only one optimizer, got 2"),
     (Own, {}, {}, "runs backward itself"),
-    (Nothing, {}, {}, r"Stage 1 of the pipeline \(net.1\) has nothing to train"),
+    (Nothing, {}, {}, r"Stage 1 of the pipeline \(net.1\) has no trainable parameters"),
     (Unsaid, {}, {}, "does not define how to split its model"),
     (Chain, {"micro_batches": 0}, {}, "expected micro_batches to be positive or null, got 0"),
     (Chain, {"split": [3, 5]}, {}, r"3 \+ 5 = 8 blocks, but the task has 7"),
@@ -442,7 +442,7 @@ REFUSED = [
     (Chain, {}, {"reproducible": "off"}, "reproducible: order"),
     (Chain, {}, {"reproducible": "bitwise", "replicas": 2}, "bitwise"),
     (Chain, {"tensor": 2, "pipeline": 1}, {}, "needs a plan"),
-    (Chain, {"data": 2, "pipeline": 1, "micro_batches": 4}, {}, "need a pipeline; set pipeline"),
+    (Chain, {"data": 2, "pipeline": 1, "micro_batches": 4}, {}, "need a pipeline. Set pipeline"),
     (Chain, {"data": 2}, {}, "= 4, but there are 2"),
     (Chain, {}, {"callbacks": [lg.callbacks.ExponentialMovingAverage()]}, "needs all weights"),
     (Chain, {"meta_init": True}, {}, "meta_init does not support a pipeline"),

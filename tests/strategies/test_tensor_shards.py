@@ -123,7 +123,7 @@ class Summed(CNN):
     ("kind", "shards", "message"),
     [
         (Summed, 2, "the gradient of body.1 is a sum over tokens and heads"),
-        (CNN, 3, "8 outputs, not a multiple of tensor=3"),
+        (CNN, 3, "8 outputs, which is not a multiple of tensor=3"),
         (CNN, 0, "tensor_shards=0 is not a multiple of tensor=1"),
     ],
 )

@@ -55,7 +55,7 @@ def run_elastic_workers(
     Raises ConfigError if there are several nodes. Also raises the errors of `launch_workers`.
     """
     if nodes > 1:
-        raise ConfigError("elastic=true runs on one machine: leave trainer.num_nodes out.")
+        raise ConfigError("elastic=true runs on one machine only. Leave trainer.num_nodes out.")
     warm_up()
     # The store is in the launcher, not in rank 0, so that the run survives the death of any worker.
     store: Any = host_store("127.0.0.1", 0, True)
@@ -176,7 +176,7 @@ class ElasticWorkerGroup(WorkerGroup):
         self.published_at = time.monotonic()
         for member in self.store.missing(generation):
             if member in self.registry.members:
-                log.warning("Process %d did not join the new group within %g s; killing it.", member.id, self.timeout)
+                log.warning("Process %d did not join the new group within %g s. Killing it.", member.id, self.timeout)
                 self._kill(member)
 
     def _kill(self, member: Member) -> None:

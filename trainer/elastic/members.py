@@ -65,13 +65,13 @@ class ElasticMembership(Membership):
         elastic_worker = find_elastic_worker()
         if elastic_worker is None:
             raise ConfigError(
-                "elastic: true needs worker processes that Legato starts: run the script directly (or `legato fit`), "
-                "without torchrun, srun or mpirun, and do not initialize a process group in it."
+                "elastic=true needs worker processes that Legato starts. Run the script directly, or use `legato fit`, "
+                "without torchrun, srun or mpirun, and do not initialize a process group in the script."
             )
         if not trainer.use_distributed_sampler:
             raise ConfigError(
-                "elastic: true needs use_distributed_sampler=true, since surviving processes take over a dead "
-                "process's samples."
+                "elastic=true needs use_distributed_sampler=true, because surviving processes take over the samples of "
+                "a dead process."
             )
         self.trainer, self.member = trainer, elastic_worker.member
         self.timeout = trainer.strategy.timeouts.limits["step"].total_seconds()
@@ -99,9 +99,9 @@ class ElasticMembership(Membership):
         """
         if self.joins:
             self.trainer.num_sanity_val_steps = 0  # the run has already done its sanity check
-            # any rank except 0, since rank 0 writes files
+            # any rank except 0, because rank 0 writes files
             return replace(place, rank=1)
-        self._form(self.store.generation(1), self.timeout)  # a long timeout, since processes start at different times
+        self._form(self.store.generation(1), self.timeout)  # a long timeout: processes start at different times
         return self.place
 
     def adopt_settings(self) -> None:
@@ -236,7 +236,7 @@ class ElasticMembership(Membership):
                 if self.member in generation.members:
                     self.store.arrive(generation, self.member)
                 elif not self.joins:
-                    raise WorkerError(f"The run continued without process {self.member.id}, which came too late.")
+                    raise WorkerError(f"The run continued without process {self.member.id}, which arrived too late.")
             if (
                 seen > self.generation.version
                 and self.member in generation.members

@@ -82,11 +82,11 @@ class DDPStrategy(GroupStrategy):
         """Raise ConfigError for arguments that `elastic` does not support."""
         if self.process_group_backend not in (None, "gloo"):
             raise ConfigError(
-                "elastic=true reduces gradients over gloo, since a process cannot leave a broken NCCL or MPI group. "
+                "elastic=true reduces gradients with gloo, because a process cannot leave a broken NCCL or MPI group. "
                 "Leave process_group_backend out."
             )
         if self.init_method is not None:
-            raise ConfigError("elastic=true runs on one machine, over its loopback interface: leave init_method out.")
+            raise ConfigError("elastic=true uses the loopback interface of one machine, so leave init_method out.")
 
     @property
     def needs_every_gradient(self) -> bool:  # type: ignore[override]
@@ -107,7 +107,7 @@ class DDPStrategy(GroupStrategy):
         """
         if self.elastic and not task.automatic_optimization:
             raise ConfigError(
-                "elastic=true needs automatic optimization: if training_step updates the weights itself, a step cannot "
+                "elastic=true needs automatic optimization. If training_step updates the weights itself, a step cannot "
                 "be repeated after a process dies. Set automatic_optimization = True, or leave elastic out."
             )
         super().place_task(task)
@@ -248,7 +248,7 @@ class DDPStrategy(GroupStrategy):
             raise TaskError(
                 f"Step {self.task.global_step + 1} produced no gradient on rank {self.place.rank} for "
                 f"{first_names([names[int(index)] for index in indices.group(1).split()])}. Remove parameters that no "
-                f"loss uses, or freeze them (requires_grad_(False)); if only some batches use them, set "
+                f"loss uses, or freeze them with requires_grad_(False). If only some batches use these parameters, set "
                 f"find_unused_parameters=true for strategy ddp."
             ) from error
 

@@ -32,7 +32,7 @@ def make_module(name: str, make: Callable[[], nn.Module], seed: int) -> nn.Modul
         module = make() if callable(make) and not isinstance(make, nn.Module) else None
     if not isinstance(module, nn.Module) or not name.isidentifier():
         raise TaskError(
-            f"remote_modules must map attribute names to functions that make a module, as in {{'table': lambda: "
-            f"nn.Embedding(1000, 64)}}; it returned {name!r}: {make!r}."
+            f"remote_modules must map attribute names to functions that return a module, as in {{'table': lambda: "
+            f"nn.Embedding(1000, 64)}}, but it contains {name!r}: {make!r}."
         )
     return module

@@ -389,7 +389,7 @@ def refuse_duplicates(devices: Sequence[torch.device]) -> None:
     """Raise ConfigError if a process would use the same device twice."""
     if devices[0].type != "cpu" and len(set(devices)) < len(devices):
         raise ConfigError(
-            f"trainer.devices lists {first_names([*map(str, devices)])} for one process, which needs distinct devices. "
+            f"trainer.devices is {first_names([*map(str, devices)])} for one process, which needs distinct devices. "
             f"Only several processes can share a device (strategy ddp)."
         )
 
@@ -399,9 +399,9 @@ def refuse_empty(task: "Task") -> None:
     for name, parameter in task.named_parameters():
         if parameter.is_meta:
             raise TaskError(
-                f"Parameter {name} of {type(task).__name__} has no values: it is on the meta device, due to "
-                f"torch.device('meta') or a run with whole_at_end=false. Make a new task and load a checkpoint; "
-                f"or build the module in configure_model, with strategy fsdp and meta_init=true."
+                f"Parameter {name} of {type(task).__name__} has no values: it is on the meta device, because of "
+                f"torch.device('meta') or a run with whole_at_end=false. Create a new task and load a checkpoint, "
+                f"or build the module in configure_model, and use strategy fsdp with meta_init=true."
             )
 
 

@@ -246,9 +246,9 @@ class Bucket:
         if any(parameter.grad is not None for parameter in self.parameters):
             shapes = [tuple(parameter.shape) for parameter in self.parameters if parameter.grad is not None]
             raise TaskError(
-                f"reproducible: bitwise: backward computed gradients of parameters of shape {shapes[:4]} twice, the "
-                f"second time after the first was sent. Reentrant checkpointing with shared weights causes this: "
-                f"call torch.utils.checkpoint with use_reentrant=False."
+                f"reproducible: bitwise: the backward pass computed gradients of parameters of shape {shapes[:4]} "
+                f"twice, the second time after sending the first gradients. Reentrant checkpointing of shared weights "
+                f"causes this. Call torch.utils.checkpoint with use_reentrant=False."
             )
 
     def _flat(self, gradients: Iterable[Tensor | None]) -> list[Tensor]:
@@ -258,7 +258,7 @@ class Bucket:
                 gradient = torch.full_like(parameter, -0.0)  # -0.0 leaves any sum unchanged, including -0.0
             elif gradient.is_sparse:
                 raise TaskError(
-                    "reproducible: bitwise needs dense gradients, but got a sparse one. Use Embedding(sparse=False)."
+                    "reproducible: bitwise needs dense gradients, not a sparse one. Use Embedding(sparse=False)."
                 )
             flat.append(gradient.reshape(-1))
         return flat

@@ -42,7 +42,7 @@ class Zero1Strategy(DDPStrategy):
         self.state_dicts: Zero1StateDicts = Zero1StateDicts()
 
     def _require_elastic(self) -> None:
-        raise ConfigError("zero1 does not support elastic=true: a process that dies loses its shard. Use strategy ddp.")
+        raise ConfigError("zero1 does not support elastic=true, because the shard of a dead process is lost. Use ddp.")
 
     def prepare(self, task: "Task", optimizers: Sequence[Optimizer]) -> list[Optimizer]:
         """Prepare the placed task. Each returned optimizer updates this process's weights and fetches the others."""
@@ -57,15 +57,15 @@ class Zero1Strategy(DDPStrategy):
         """
         if isinstance(optimizer, ZeroRedundancyOptimizer):
             raise ConfigError(
-                "configure_optimizers returned a ZeroRedundancyOptimizer, but strategy zero1 makes one from a plain "
-                "optimizer: return the plain one, or use strategy ddp."
+                "configure_optimizers returned a ZeroRedundancyOptimizer, but strategy zero1 creates it from a plain "
+                "optimizer. Return the plain optimizer, or use strategy ddp."
             )
         if needs_closure(optimizer):
             kind = type(optimizer).__name__
             raise ConfigError(
                 f"{kind} evaluates the loss several times per step and compares all parameters, but under zero1 each "
-                f"process updates only a shard. Use one process; or strategy ddp with automatic_optimization = False, "
-                f"and call optimizer.step(closure) in training_step."
+                f"process updates only a shard. Use one process, or set automatic_optimization = False, use strategy "
+                f"ddp and call optimizer.step(closure) in training_step."
             )
         if "param_groups" not in vars(optimizer):
             raise ConfigError(
@@ -74,7 +74,7 @@ class Zero1Strategy(DDPStrategy):
         if has_modes(optimizer):
             raise ConfigError(
                 f"{type(optimizer).__name__} swaps all weights for an evaluation, but under zero1 each process has "
-                f"only a shard of its state. Use strategy ddp or fsdp."
+                f"only a shard of the optimizer's state. Use strategy ddp or fsdp."
             )
         # torch needs a class and its arguments; `optimizer.defaults` has keys that AdamW rejects as arguments
         factory: Any = _ShardFactory(optimizer)
@@ -102,8 +102,8 @@ class Zero1Strategy(DDPStrategy):
         returned = super().optimizer_step(optimizer, closure, **options)
         if before is not None and not same_states(before, generator_states()):
             raise ConfigError(
-                f"{type(original).__name__} draws random numbers, which under zero1 depend on the number of processes, "
-                f"so reproducible=bitwise cannot hold. Use strategy ddp, or reproducible=order."
+                f"{type(original).__name__} draws random numbers, which under zero1 depend on the number of processes. "
+                f"Therefore, reproducible=bitwise is impossible. Use strategy ddp, or reproducible=order."
             )
         return returned
 

@@ -97,15 +97,15 @@ class DDPRPCStrategy(DDPStrategy):
         trainers = place.world_size - self.servers
         if place.origin == "script":
             raise ConfigError(
-                "strategy ddp_rpc makes separate process groups for trainers and servers. Do not initialize a process "
-                "group in your script, or set trainer.cluster=off."
+                "strategy ddp_rpc creates separate process groups for trainers and servers. Do not initialize a "
+                "process group in your script, or set trainer.cluster=off."
             )
         if place.nodes > 1:
-            raise ConfigError(f"strategy ddp_rpc runs on one node, got {place.nodes}. Set num_nodes to 1.")
+            raise ConfigError(f"strategy ddp_rpc runs on one node only, got {place.nodes}. Set num_nodes to 1.")
         if trainers < 1:
             raise ConfigError(
-                f"strategy ddp_rpc needs at least one trainer, got {place.world_size} processes - {self.servers} "
-                f"servers = {trainers}. Start trainer.devices + servers processes."
+                f"strategy ddp_rpc needs at least one trainer, but {place.world_size} processes - {self.servers} "
+                f"servers = {trainers} trainers. Start trainer.devices + servers processes."
             )
         return trainers
 
@@ -152,7 +152,7 @@ class DDPRPCStrategy(DDPStrategy):
         self.makers, self.remotes = dict(task.remote_modules()), {}
         if not self.makers:
             raise ConfigError(
-                f"strategy ddp_rpc: {type(task).__name__} has no remote_modules, so servers would have nothing to do. "
+                f"strategy ddp_rpc: {type(task).__name__} has no remote_modules, so the servers would have no modules. "
                 f"Define remote_modules(), or use strategy ddp."
             )
         homes = {
@@ -188,20 +188,20 @@ class DDPRPCStrategy(DDPStrategy):
         trainer, groups = task.trainer, optimizers[0].param_groups
         parameters = [id(parameter) for parameter in task.parameters()]
         reasons = {
-            "manual optimization, since servers hold some of the gradients": not task.automatic_optimization,
-            "reproducible: bitwise, since sums depend on the number of trainers": trainer.reproducible == "bitwise",
+            "manual optimization, because servers have some of the gradients": not task.automatic_optimization,
+            "reproducible: bitwise, because sums depend on the number of trainers": trainer.reproducible == "bitwise",
             f"precision={trainer.precision}": trainer.precision not in (32, "32", "32-true", "bf16-mixed"),
-            "nan=skip, which checks all gradients, since no process has all of them": trainer.nan == "skip",
+            "nan=skip, because this checks all gradients, but no process has all of them": trainer.nan == "skip",
             "sync_batchnorm=true, whose sums distributed autograd does not reduce": trainer.sync_batchnorm,
-            "recheck_every, since servers would add the gradients of the second pass": bool(trainer.recheck_every),
-            "compile, since remote calls are recorded at run time": bool(trainer.compile),
-            "an overridden backward, since this strategy has its own": type(task).backward is not Task.backward,
-            "gradient_clip_algorithm=norm, since no process has all gradients; clip by value": (
+            "recheck_every, because servers would add the gradients of the second pass": bool(trainer.recheck_every),
+            "compile, because remote calls are recorded at run time": bool(trainer.compile),
+            "an overridden backward, because it runs its own": type(task).backward is not Task.backward,
+            "gradient_clip_algorithm=norm, because no process has all gradients; clip by value": (
                 trainer.gradient_clip_val is not None and trainer.gradient_clip_algorithm != "value"
             ),
-            f"{len(optimizers)} optimizers, since servers have only one": len(optimizers) > 1,
-            "an optimizer with several groups or without some parameters, since servers copy its options; make it from "
-            "self.parameters()": len(groups) > 1 or [id(weight) for weight in groups[0]["params"]] != parameters,
+            f"{len(optimizers)} optimizers, because servers have only one": len(optimizers) > 1,
+            "an optimizer with several groups or without some parameters, because servers copy its options; make it "
+            "from self.parameters()": len(groups) > 1 or [id(weight) for weight in groups[0]["params"]] != parameters,
         }
         for reason, holds in reasons.items():
             if holds:

@@ -98,7 +98,7 @@ def build_served_modules(task: "Task", names: Sequence[str], seed: int) -> None:
             if isinstance(inner, REFUSED):
                 raise ConfigError(
                     f"remote_modules: {name!r} contains a {type(inner).__name__}, which differs between training and "
-                    f"evaluation, but a server handles both at once. Keep this module in the task."
+                    f"evaluation, but a server handles both at the same time. Move this module to the task."
                 )
 
 

@@ -24,7 +24,7 @@ def full(tensor: Tensor) -> Tensor:
     if not isinstance(tensor, DTensor):
         return tensor
     for axis, placement in enumerate(tensor.placements):
-        if not placement.is_replicate():  # axis by axis, since torch warns about gathering all at once
+        if not placement.is_replicate():  # axis by axis, because torch warns about gathering all at once
             placements = [*tensor.placements]
             placements[axis] = Replicate()
             tensor = tensor.redistribute(placements=placements)
@@ -238,8 +238,8 @@ def disable_foreach(optimizers: Iterable[Optimizer], always: bool = False) -> No
         chosen = [option for option in ("foreach", "fused") if group.get(option)]
         if apart and chosen:
             raise ConfigError(
-                f"{chosen[0]}=True needs parameters of a single mesh, but under tensor parallelism an optimizer's "
-                f"parameters are on several. Leave {chosen[0]} out."
+                f"{chosen[0]}=True needs parameters on a single mesh, but under tensor parallelism, an optimizer's "
+                f"parameters are on several meshes. Leave {chosen[0]} out."
             )
         if apart and "foreach" in group:
             group["foreach"] = False

@@ -65,12 +65,12 @@ def refuse_optimizers(name: str, task: "Task", optimizers: Sequence[Optimizer], 
     if optimizers and not task.automatic_optimization:
         raise ConfigError(
             f"strategy {name!r} needs automatic optimization: it gathers parameters once per training_step, so weights "
-            f"cannot change within it. Use strategy ddp."
+            f"cannot change during training_step. Use strategy ddp."
         )
     if len(optimizers) > 1 and is_pipeline:
         raise ConfigError(
-            f"A pipeline (strategy {name!r}) takes one optimizer, got {len(optimizers)}: a stage may have no "
-            f"parameter of some optimizer. Use parameter groups of one optimizer, or strategy fsdp or ddp."
+            f"A pipeline (strategy {name!r}) supports only one optimizer, got {len(optimizers)}, because a stage may "
+            f"have no parameters of an optimizer. Use several parameter groups, or strategy fsdp or ddp."
         )
     # torchao compiles its update, which is wrong for an empty shard, even with plain fully_shard (torch 2.13 and
     # torchao 0.18)
@@ -78,8 +78,8 @@ def refuse_optimizers(name: str, task: "Task", optimizers: Sequence[Optimizer], 
     empty = [parameter for parameter, weight in task.named_parameters() if not local_part(weight).numel()]
     if compiled and empty:
         raise ConfigError(
-            f"torchao's {type(compiled[0]).__name__} computes wrong updates if a process has an empty shard of a "
-            f"parameter: strategy {name!r} leaves one of {first_names(empty)}. Use torch.optim, or strategy ddp."
+            f"torchao's {type(compiled[0]).__name__} computes wrong updates if a process has an empty shard. Strategy "
+            f"{name!r} creates empty shards of {first_names(empty)}. Use torch.optim, or strategy ddp."
         )
 
 
@@ -88,12 +88,12 @@ def refuse_compile(name: str, options: bool | Mapping[str, Any], sizes: Sizes) -
     if not isinstance(options, Mapping) or not options.get("blocks"):
         raise ConfigError(
             f"trainer.compile: the hooks with which strategy {name!r} gathers parameters cannot be compiled, but the "
-            f"blocks between them can. List their classes, as in compile={{'blocks': ['Block']}}."
+            f"blocks between them can. List the classes of the blocks, as in compile={{'blocks': ['Block']}}."
         )
     if sizes.tensor * sizes.pipeline > 1:
         raise ConfigError(
-            f"trainer.compile: torch's compiler fails on layers that are split across processes. Leave compile out "
-            f"with tensor={sizes.tensor} and pipeline={sizes.pipeline}."
+            f"trainer.compile: torch's compiler fails on layers that are split across processes. Leave compile out if "
+            f"tensor={sizes.tensor} and pipeline={sizes.pipeline}."
         )
 
 
@@ -178,8 +178,8 @@ class MeshStrategy(GroupStrategy):
         shards, processes = self.tensor_shards, self.sizes.tensor
         if shards is not None and (shards < processes or shards % processes):
             raise ConfigError(
-                f"strategy mesh: tensor_shards={shards} is not a multiple of tensor={processes}. A run keeps its "
-                f"tensor_shards: set tensor to a divisor of {shards}."
+                f"strategy mesh: tensor_shards={shards} is not a multiple of tensor={processes}. tensor_shards is "
+                f"fixed for a run. Set tensor to a divisor of {shards}."
             )
         super().join(place, devices, precision)
         if place.world_size == 1:
@@ -187,7 +187,7 @@ class MeshStrategy(GroupStrategy):
         if not serves_host():
             raise ConfigError(
                 f"strategy {self.name!r} also communicates tensors on the host, which your process group does not "
-                f"support: call init_process_group() without a backend."
+                f"support. Call init_process_group() without a backend."
             )
         if self.mesh is None or self.group is not dist.group.WORLD:  # one mesh serves all calls of a trainer
             self.mesh, self.group = make_mesh(self.sizes, self.device.type), dist.group.WORLD
@@ -286,7 +286,7 @@ class MeshStrategy(GroupStrategy):
                 weights = ((name, type(weight).__name__) for name, weight in task.named_parameters())
                 kinds = [f"{name} ({kind})" for name, kind in weights if kind not in ("Parameter", "DTensor")]
                 raise ConfigError(
-                    f"strategy={self.name} shards each weight, which the classes of these weights do not support: "
+                    f"strategy={self.name} shards each weight, but the classes of these weights do not support this: "
                     f"{first_names(kinds)}. Use strategy ddp or zero1, which do not shard weights. torch: {error}"
                 ) from error
             # for hooks that call the task directly, bypassing MeshSteps (sanity images, generation)
@@ -320,8 +320,8 @@ class MeshStrategy(GroupStrategy):
         fused = any(group.get("fused") for optimizer in optimizers for group in optimizer.param_groups)
         axes = [axis for axis in ("data", "pipeline") if getattr(self.sizes, axis) > 1]
         reasons = {
-            f"along the axis {' and '.join(axes)} the order of sums is torch's, not fixed as along shard": axes,
-            f"without tensor_shards (such as tensor_shards={self.sizes.tensor}) sums depend on the size of tensor": (
+            f"along the axis {' and '.join(axes)}, torch chooses the order of sums": axes,
+            f"without tensor_shards (such as tensor_shards={self.sizes.tensor}), sums depend on the size of tensor": (
                 self.sizes.tensor > 1 and self.tensor_shards is None
             ),
             "cpu_offload updates weights on the host, but a single process updates them on its device": (
@@ -392,8 +392,8 @@ class MeshStrategy(GroupStrategy):
             output = self.steps("training_step", *arguments)
         if output is None and self.data_ranks.size > 1:
             raise TaskError(
-                f"training_step returned None to skip its batch, but under strategy {self.name!r} the other processes "
-                f"wait for this one in backward. Return the loss times 0.0 instead."
+                f"training_step returned None to skip its batch, but under strategy {self.name!r}, the other processes "
+                f"wait for this process in the backward pass. Return the loss times 0.0 instead."
             )
         return output
 

@@ -97,7 +97,7 @@ def find_sharded_blocks(task: nn.Module, blocks: Blocks) -> list[nn.Module]:
             if shares_tensors(module, uses):
                 raise ConfigError(
                     f"shard_blocks: a {type(module).__name__} shares a parameter with a module outside of it, which a "
-                    f"block does not support. Remove this class: the outermost block gathers its parameters."
+                    f"block does not support. Remove this class. The outermost block then gathers its parameters."
                 )
         return named[::-1]
     chosen: list[nn.Module] = []

@@ -58,7 +58,7 @@ class MeshStateDicts(ShardedStateDicts):
         for index, values in state["state"].items():
             if not isinstance(index, int) or index >= len(parameters):
                 raise CheckpointError(
-                    f"The checkpoint's optimizer has a state for parameter {index}, but this run's optimizer does not."
+                    f"The checkpoint contains optimizer state for parameter {index}, which this run does not have."
                 )
             shards[index] = {name: _with_layout(value, parameters[index]) for name, value in values.items()}
         optimizer.load_state_dict({**state, "state": shards})
@@ -75,8 +75,8 @@ def _with_layout(value: Any, parameter: Tensor) -> Any:
         return load_stored(value)
     if value.shape != parameter.shape:
         raise CheckpointError(
-            f"The checkpoint's optimizer keeps a value of shape {tuple(value.shape)} for a parameter of shape "
+            f"The checkpoint contains optimizer state of shape {tuple(value.shape)} for a parameter of shape "
             f"{tuple(parameter.shape)}, which a mesh cannot shard. Resume with strategy single or ddp, or use an "
-            f"optimizer whose values have the shapes of the parameters."
+            f"optimizer whose state tensors have the shapes of the parameters."
         )
     return dtensors.local_shard(value, parameter)

@@ -101,8 +101,8 @@ def refuse_partial(names: list[str]) -> None:
         patterns = dict.fromkeys(re.sub(r"\b\d+\b", "*", name.rpartition(".")[0]) for name in names)
         entries = ", ".join(f'"{pattern}": "{REPLICATED}"' for pattern in patterns)
         raise TaskError(
-            f"The gradients of {first_names(names)} differ between the processes along the tensor axis: each process "
-            f"computed them from its shard of a layer. Add entries to tensor_plan that sum them: {{{entries}}}."
+            f"The gradients of {first_names(names)} differ between the processes along the tensor axis, because each "
+            f"process has a shard of a layer. Add entries to tensor_plan that sum these gradients: {{{entries}}}."
         )
 
 
@@ -110,6 +110,6 @@ def refuse_doubled(names: list[str]) -> None:
     """Raise TaskError for parameters whose gradients would be summed although every process has the full gradient."""
     if names:
         raise TaskError(
-            f'tensor_plan says "{REPLICATED}" for {first_names(names)}, whose gradients are already equal on all '
-            f"processes along the tensor axis; a sum would multiply them. Leave them out of the plan."
+            f'tensor_plan says "{REPLICATED}" for {first_names(names)}, but the gradients are already equal on all '
+            f"processes along the tensor axis. A sum would multiply them. Leave these modules out of the plan."
         )

@@ -69,9 +69,9 @@ def plan_of(task: "Task") -> dict[str, str]:
                 continue
             if word not in HUB_WORDS:
                 raise ConfigError(
-                    f"The tensor parallel plan of {type(modules[model]).__name__} says {word!r} for {names}; Legato "
-                    f"supports {', '.join(HUB_WORDS)}. Define tensor_plan() in {type(task).__name__} with other "
-                    f"layers, or use shard instead of tensor."
+                    f"The tensor-parallel plan of {type(modules[model]).__name__} has style {word!r} for {names}, but "
+                    f"Legato only supports {', '.join(HUB_WORDS)}. Define tensor_plan() in {type(task).__name__} with "
+                    f"other layers, or use shard instead of tensor."
                 )
             if HUB_WORDS[word] != WHOLE:
                 plan[names] = HUB_WORDS[word]
@@ -90,8 +90,8 @@ def words_of(task: "Task", parts: int, in_shards: bool) -> dict[str, str]:
     summed = [name for name, word in words.items() if in_shards and word == REPLICATED]
     if summed:
         raise ConfigError(
-            f"tensor_shards: the gradient of {first_names(summed)} is a sum over tokens and heads, whose order depends "
-            f"on the number of processes. Leave the layers around it out of the plan, or leave tensor_shards out."
+            f"tensor_shards: the gradient of {first_names(summed)} is a sum over tokens and heads. The order of this "
+            f"sum depends on the number of processes. Leave the layers around this module, or tensor_shards, out."
         )
     return {name: word for name, word in words.items() if word in ("column", "row")} if in_shards else words
 
@@ -122,7 +122,7 @@ def read_plan(task: nn.Module, plan: Mapping[str, str] | None, parts: int) -> di
     if not plan:
         raise ConfigError(
             f"tensor={parts} needs a plan: add a method tensor_plan() to {kind} that maps name patterns to "
-            f'"column" or "row", such as {{"blocks.*.up": "column", "blocks.*.down": "row"}}.'
+            f'"column" or "row", as in {{"blocks.*.up": "column", "blocks.*.down": "row"}}.'
         )
     modules = {name: module for name, module in task.named_modules() if name}
     words: dict[str, str] = {}
@@ -162,8 +162,8 @@ def with_adapters(name: str, modules: Mapping[str, nn.Module], word: str) -> lis
     if unknown or getattr(modules[name], "lora_variant", None):
         raise ConfigError(
             f"tensor_plan: {name} has an adapter that Legato cannot split with its layer"
-            f"{f' ({unknown[0]})' if unknown else ''}: only plain LoRA is supported. Leave the layer out of the plan, "
-            f"or merge the adapter into it."
+            f"{f' ({unknown[0]})' if unknown else ''}. Only plain LoRA is supported. Leave the layer out of the plan, "
+            f"or merge the adapter into the layer."
         )
     adapters = [f"{name}.{outer}.{adapter}" for adapter in getattr(modules[name], outer)]
     return [f"{name}.base_layer", *adapters]
@@ -173,7 +173,7 @@ def require_cuttable(name: str, module: nn.Module, word: str, parts: int, head: 
     """Raise ConfigError if a module cannot be sharded as `word` specifies. `head` is the width of an attention head."""
     if word == REPLICATED:
         if not any(True for _ in module.parameters()):
-            raise ConfigError(f"tensor_plan: {name} is {word!r}, but has no parameters.")
+            raise ConfigError(f"tensor_plan: {name} is {word!r}, but it has no parameters.")
         return
     if not isinstance(module, nn.Linear) and not (isinstance(module, nn.Embedding) and word == SPLIT):
         raise ConfigError(f"tensor_plan: {word!r} needs a Linear, but {name} is a {type(module).__name__}.")
@@ -181,8 +181,8 @@ def require_cuttable(name: str, module: nn.Module, word: str, parts: int, head: 
     size: Any = getattr(module, {"outputs": "out_features", "inputs": "in_features"}.get(kind, "num_embeddings"))
     if size % parts:  # torch allows uneven shards, but heads and gates in a layer have equal sizes
         raise ConfigError(
-            f"tensor_plan: {name} has {size} {kind}, not a multiple of tensor={parts}. Choose another width, or fewer "
-            f"processes along the tensor axis."
+            f"tensor_plan: {name} has {size} {kind}, which is not a multiple of tensor={parts}. Change this number, or "
+            f"use fewer processes along the tensor axis."
         )
     if isinstance(head, int) and (size // parts) % head:
         raise ConfigError(
@@ -206,6 +206,6 @@ def refuse_other_cuts(task: nn.Module, words: Mapping[str, str]) -> None:
             first, first_dim = cuts.setdefault(parameter, (name, dim))
             if parameter.ndim > 1 and first_dim != dim:
                 raise ConfigError(
-                    f"tensor_plan: {first} and {name} share a weight, but the plan does not treat them alike. Leave "
-                    f"both out of the plan, or untie them."
+                    f"tensor_plan: {first} and {name} share a weight, but the plan shards it differently for each of "
+                    f"them. Leave both modules out of the plan, or untie their weights."
                 )

@@ -30,7 +30,7 @@ def broadcast_values(
         value = torch.empty(tensor.shape, dtype=tensor.dtype)
         if values is not None:
             value = next(rank_0).detach().cpu().contiguous()
-        # as bytes, since gloo cannot broadcast some dtypes (int16, float8) and NaN payloads must not change
+        # as bytes, because gloo cannot broadcast some dtypes (int16, float8) and NaN payloads must not change
         if value.numel():
             dist.broadcast(value.reshape(-1).view(torch.uint8), src=0)
         target = torch.empty_like(tensor, device=device_of_parts if isinstance(tensor, DTensor) else device)

@@ -109,7 +109,7 @@ class DDPModelParallelStrategy(DDPStrategy):
             near = " or ".join(str(count * size) for count in (processes, processes + 1) if count)
             raise ConfigError(
                 f"strategy ddp_model_parallel gives each process devices_per_replica={size} devices, but "
-                f"trainer.devices has {len(devices)} = {processes} x {size} + {rest}. Use {near} devices; on the CPU "
+                f"trainer.devices has {len(devices)} = {processes} x {size} + {rest}. Use {near} devices. On the CPU, "
                 f"any number is available."
             )
         return [list(devices[first : first + size]) for first in range(0, len(devices), size)]
@@ -187,7 +187,7 @@ class DDPModelParallelStrategy(DDPStrategy):
         """Keep the placement that the task chose. Raises ConfigError if a tensor is not on a device of this process."""
         if self.split != "auto":
             raise ConfigError(
-                f"split={self.split} needs a list of blocks, but {type(task).__name__} places its modules. Omit split."
+                f"split={self.split} needs blocks, but {type(task).__name__} places its modules. Leave split out."
             )
         tensors = [*task.named_parameters(), *task.named_buffers()]
         astray = [f"{name} ({tensor.device})" for name, tensor in tensors if tensor.device not in self.parts]
@@ -200,12 +200,12 @@ class DDPModelParallelStrategy(DDPStrategy):
     def _refuse_pieces(self, task: "Task") -> None:
         if task.trainer.stage == "fit" and not task.automatic_optimization:
             raise ConfigError(
-                f"micro_batches={self.micro_batches} calls training_step for each micro-batch, but with manual "
-                f"optimization each call would update the weights. Leave micro_batches out."
+                f"micro_batches={self.micro_batches} calls training_step for each micro-batch, but under manual "
+                f"optimization, each call would update the weights. Leave micro_batches out."
             )
         if task.trainer.sync_batchnorm:
             raise ConfigError(
-                "sync_batchnorm=true computes statistics over full batches, which micro_batches splits. Leave one out."
+                "sync_batchnorm=true needs full batches, but micro_batches splits them. Leave one of these options out."
             )
 
     def teardown(self) -> None:

@@ -63,7 +63,7 @@ def find_part_blocks(task: "Task") -> list[PartBlock]:
     inner = [id(child) for module in modules for child in module.modules()]
     if len(set(inner)) < len(inner):
         twice = next(names[child] for child in inner if inner.count(child) > 1)
-        raise TaskError(f"{where} must return each module once, and none inside another; {twice} appears twice.")
+        raise TaskError(f"{where} must return distinct modules that do not contain each other; {twice} appears twice.")
     return [PartBlock(names[id(module)], module, module_bytes(module)) for module in modules]
 
 
@@ -88,7 +88,7 @@ def cut(blocks: Sequence[PartBlock], parts: int, split: Split = "auto") -> list[
     if len(blocks) < parts:
         names = ", ".join(block.name for block in blocks)
         raise ConfigError(
-            f"{len(blocks)} blocks ({names}) cannot make {parts} parts; each part needs at least one block."
+            f"{len(blocks)} blocks ({names}) cannot make {parts} parts, because each part needs at least one block."
         )
     if split == "auto":
         # by bytes rather than measured time: known before the first batch, and equal on every rank
@@ -119,7 +119,7 @@ def refuse_idle(stages: Sequence[Sequence[PartBlock]]) -> None:
     for place, stage in enumerate(stages):
         if not any(parameter.requires_grad for block in stage for parameter in block.module.parameters()):
             names = ", ".join(block.name for block in stage)
-            raise ConfigError(f"Stage {place} of the pipeline ({names}) has nothing to train. Choose another split.")
+            raise ConfigError(f"Stage {place} of the pipeline ({names}) has no trainable parameters. Change split.")
 
 
 def check_counts(split: Any, parts: int) -> None:
@@ -130,7 +130,7 @@ def check_counts(split: Any, parts: int) -> None:
     if not counts or any(not isinstance(count, int) or isinstance(count, bool) or count < 1 for count in counts):
         raise ConfigError(f"split={split!r}: expected 'auto', or the number of blocks in each part, as in [3, 5].")
     if len(counts) != parts:
-        raise ConfigError(f"split={counts} has {len(counts)} numbers, but there are {parts} parts; use one per part.")
+        raise ConfigError(f"split={counts} has {len(counts)} numbers, but there are {parts} parts. Use one per part.")
 
 
 def split_evenly(sizes: Sequence[int], parts: int) -> list[int]:
@@ -172,7 +172,7 @@ def refuse_shared(task: nn.Module, parts: Sequence[Sequence[PartBlock]]) -> None
         for tensor in tensors if index + 1 < len(parts) else [*tensors, *tensors_outside(task, parts)]:
             if home.setdefault(id(tensor), index) != index:
                 raise ConfigError(
-                    f"{' and '.join(names[id(tensor)][:2])} are the same tensor, but belong to parts "
+                    f"{' and '.join(names[id(tensor)][:2])} are the same tensor, but they belong to parts "
                     f"{home[id(tensor)]} and {index}. Untie them, or use split to keep both in one part."
                 )
 

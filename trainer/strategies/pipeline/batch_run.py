@@ -87,7 +87,7 @@ class BatchRun:
             if len(inputs) > 1 and (not tensor.ndim or tensor.shape[0] != self.sizes[0]):
                 raise TaskError(
                     f"The input of a pipeline is split along its first dimension, but "
-                    f"{self.interceptor.blocks[0].name!r} got a tensor of shape {tuple(tensor.shape)} for "
+                    f"{self.interceptor.blocks[0].name!r} received a tensor of shape {tuple(tensor.shape)} for "
                     f"{self.sizes[0]} samples. Create this tensor in the block."
                 )
         seed_generators(mix(self.key, self.schedules.place))
@@ -119,8 +119,8 @@ class BatchRun:
         """Record a call to `Task.log`. Raises TaskError if the value is a metric object."""
         if is_metric(value):
             raise TaskError(
-                f"log({name!r}) in training_step: under a pipeline only the last stage has the metric's values. Log "
-                f"numbers in training_step, and metric objects in validation_step."
+                f"log({name!r}) received a metric object in training_step, but only the last stage of a pipeline has "
+                f"its values. Log numbers in training_step, and metric objects in validation_step."
             )
         value = value.detach() if isinstance(value, Tensor) else value
         self.calls[index].append((name, value, args, {"batch_size": self.sizes[index]} | options))

@@ -79,11 +79,11 @@ class BlockInterceptor:
             raise TaskError(f"training_step did not call {first!r}, the first block of the task.")
         if named or not inputs or not all(isinstance(value, Tensor) for value in inputs):
             types = ", ".join([*(type(value).__name__ for value in inputs), *named]) or "nothing"
-            raise TaskError(f"{first!r}, the first block of a pipeline, takes positional tensors only; it got {types}.")
+            raise TaskError(f"{first!r}, the first block of a pipeline, needs positional tensors only, got {types}.")
         if any(tensor.requires_grad for tensor in inputs):
             raise TaskError(
-                f"training_step uses parameters before {first!r}, the first block of the task, where a pipeline cannot "
-                f"train them. Move this computation into a block."
+                f"training_step uses parameters before {first!r}, the first block of the task, but a pipeline can only "
+                f"train parameters in blocks. Move this computation into a block."
             )
         return tuple(inputs)
 
@@ -93,8 +93,8 @@ class BlockInterceptor:
             result = step()
         if self.next != len(self.blocks):
             raise TaskError(
-                f"Under a pipeline, training_step must call each block of the task once; it called only {self.next} of "
-                f"{len(self.blocks)} blocks."
+                f"In a pipeline, training_step must call each block of the task once, but it called only {self.next} "
+                f"of {len(self.blocks)} blocks."
             )
         return result
 
@@ -121,7 +121,7 @@ class BlockInterceptor:
         if index == 0 and self.next == len(self.blocks):
             # a second call would return the output of the first call
             raise TaskError(
-                f"Under a pipeline, training_step must call each block of the task once; it called "
+                f"In a pipeline, training_step must call each block of the task once, but it called "
                 f"{self.blocks[0].name!r} again. Join both inputs, for example with torch.cat, and split the output."
             )
         self._require_chain(index, args, kwargs)
@@ -145,14 +145,14 @@ class BlockInterceptor:
 
     def _compute(self, args: Any, kwargs: Any) -> Tensor:
         if kwargs:
-            raise TaskError(f"The blocks of a pipeline take positional arguments only, not {', '.join(kwargs)}.")
+            raise TaskError(f"The blocks of a pipeline support only positional arguments, not {', '.join(kwargs)}.")
         with self.computing():
             result = self.stage(*args)
         if not isinstance(result, Tensor):
             first = self.blocks[self.stage_of.index(self.place)].name
             raise TaskError(
-                f"A stage of a pipeline must return a single tensor; the stage that starts with {first!r} returned a "
-                f"{type(result).__name__}."
+                f"A stage of a pipeline must return a single tensor, but the stage that starts with {first!r} returned "
+                f"an object of type {type(result).__name__}."
             )
         return result
 
@@ -163,13 +163,13 @@ class BlockInterceptor:
             raise self._out_of_order(index)
         if kwargs or len(args) != 1 or args[0] is not self.token:
             raise TaskError(
-                f"Under a pipeline, the only argument of a block is the output of the previous block. Move the "
-                f"computation between {self.blocks[index - 1].name!r} and {self.blocks[index].name!r} into either."
+                f"In a pipeline, the only argument of a block is the output of the previous block. Move the "
+                f"computation between {self.blocks[index - 1].name!r} and {self.blocks[index].name!r} into one of them."
             )
 
     def _out_of_order(self, index: int) -> TaskError:
         return TaskError(
-            f"Under a pipeline, blocks must be called in the order of configure_blocks; training_step called "
+            f"In a pipeline, blocks must be called in the order of configure_blocks, but training_step called "
             f"{self.blocks[index].name!r} instead of {self.blocks[min(self.next, len(self.blocks) - 1)].name!r}."
         )
 

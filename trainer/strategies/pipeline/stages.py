@@ -47,13 +47,13 @@ class Stage(nn.Module):
                 inputs = (block(*inputs),)
             except (TypeError, AttributeError) as error:
                 raise TaskError(
-                    f"{name!r} failed ({type(error).__name__}: {error}). In a pipeline, a block gets the output of the "
-                    f"previous block as its only argument. Layers of transformers also need masks and rotary "
-                    f"embeddings, which their model computes between blocks, where a pipeline has no values. Use "
-                    f"strategy fsdp, tensor instead of pipeline, or ddp_model_parallel."
+                    f"{name!r} failed ({type(error).__name__}: {error}). In a pipeline, the only argument of a block "
+                    f"is the output of the previous block. Transformer layers also need masks and rotary embeddings, "
+                    f"which their model computes between blocks. A pipeline does not support this. Use strategy fsdp, "
+                    f"tensor instead of pipeline, or strategy ddp_model_parallel."
                 ) from error
         for buffer, value in zip(buffers, before, strict=True):
-            buffer.data.copy_(value)  # .data, since autograd may have saved the buffer for backward
+            buffer.data.copy_(value)  # .data, because autograd may have saved the buffer for backward
         if self.calls == 1:
             torch.clear_autocast_cache()  # up to torch 2.11 it keeps weights that were cast without a gradient
         output = inputs[0]
