@@ -1,4 +1,4 @@
-"""Membership of a process in an elastic run: detects when the members change, and continues with the new members.
+"""Membership of a process in an elastic run. The process detects changes and continues with the new members.
 
 A broken connection or a new generation interrupts the loop. The process then joins the group of the newest generation,
 adopts the newest state, and continues as if it had resumed in the middle of an epoch.
@@ -141,7 +141,7 @@ class ElasticMembership(Membership):
             raise MembershipChanged
 
     def __enter__(self) -> None:
-        """If the group is broken, form a new group and recover."""
+        """If the group is broken, form a new group and adopt the newest state."""
         if not self.taking_part:
             self._take_part()
         while self.broken:
@@ -157,7 +157,7 @@ class ElasticMembership(Membership):
     ) -> bool | None:
         """Suppress errors from a broken group.
 
-        The next `__enter__` recovers, after all tracebacks that reference objects of the group are gone.
+        The next `__enter__` recovers, because only then does no traceback reference the group's objects.
         """
         if error is None or self.trainer.current_run.loop.remaining == "nothing":
             return False

@@ -107,13 +107,13 @@ class SharedMetrics(Metrics):
 
         All ranks must call this.
 
-        No values of a finished step are then lost if a rank dies. Values that are logged later in the step are sent
-        with the next step or logging point.
+        This prevents the loss of values from a finished step if a rank dies. Values that are logged later in the step
+        are sent with the next step or logging point.
         """
         self._share((), names=True)
 
     def share(self) -> None:
-        """Exchange the values logged since the last exchange between all ranks. All ranks must call this."""
+        """Send the values logged since the last exchange to all other ranks. All ranks must call this."""
         self._share(())
 
     def _share(self, extra: Sequence[float], names: bool = False) -> list[float]:

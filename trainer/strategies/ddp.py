@@ -101,7 +101,7 @@ class DDPStrategy(GroupStrategy):
         return "gloo" if self.elastic else super()._backend()
 
     def place_task(self, task: "Task") -> None:
-        """Move the task to its device, and convert it to its precision.
+        """Move the task to its device and convert it to the run's precision.
 
         Raises ConfigError if `elastic` is set and the task uses manual optimization.
         """

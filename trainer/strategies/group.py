@@ -156,7 +156,7 @@ class FlatSum:
             elif parameter.grad.is_sparse:
                 raise TaskError(
                     f"A parameter of shape {tuple(parameter.shape)} has a sparse gradient. With multiple processes, "
-                    f"only the weight of an Embedding(sparse=True) may have one. Make this gradient dense."
+                    f"only the weight of an Embedding(sparse=True) may have such a gradient. Make it dense."
                 )
             else:
                 slice_.view_as(parameter).copy_(parameter.grad)

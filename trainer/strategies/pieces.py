@@ -15,7 +15,7 @@ from ..optimization.batch_weights import weight_of
 
 
 def chunk_sizes(samples: int, devices: int) -> list[int]:
-    """Return the number of samples for each device, divided as in torch.chunk (5 on three devices: 2, 2 and 1)."""
+    """Return the number of samples for each device, as in torch.chunk: 2, 2 and 1 for 5 samples on three devices."""
     size = max(1, -(-samples // devices))
     return [min(size, samples - first) for first in range(0, samples, size)]
 
@@ -47,8 +47,9 @@ def like(item: Any, entries: list[Any]) -> Any:
 def split(batch: Any, sizes: Sequence[int], devices: Sequence[torch.device] | None = None) -> list[Any]:
     """Split `batch` into pieces with the given `sizes`, each on the corresponding device. Containers keep their types.
 
-    A tensor or array is split along its first dimension, and a list of plain values by its entries, if its length
-    equals the number of samples. Every piece contains all other values. Raises DataError if no value can be split.
+    A tensor or array is split along its first dimension if this dimension equals the number of samples. A list of plain
+    values is split in the same way. All other values are copied to every piece. Raises DataError if no value can be
+    split.
     """
     samples, is_split = sum(sizes), False
 

@@ -157,7 +157,7 @@ class Strategy:
         build_remote_modules(task, task.trainer.seed)
 
     def place_task(self, task: "Task") -> None:
-        """Move the task to its device, and convert it to its precision, before its optimizers are created.
+        """Move the task to its device and convert it to the run's precision, before the optimizers are created.
 
         Raises TaskError if a parameter has no values.
         """
@@ -218,7 +218,7 @@ class Strategy:
         Args:
             layout: the layout of the replicas. If None, only release the process group and roll back an unfinished
                 step.
-            place: rank and node of this process, if there is a new process group.
+            place: rank and node of this process in the new process group, if there is one.
         """
         # gloo closes its sockets once nothing refers to the group, and buckets hold the group and its works. Hooks on
         # a parameter accumulate, so two trees would both send.

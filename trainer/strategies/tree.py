@@ -1,4 +1,4 @@
-"""Sums of the replicas' gradients in a fixed binary tree, bitwise identical for any number of processes."""
+"""Sums of the replicas' gradients in a fixed binary tree. They are bitwise identical for any number of processes."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -38,7 +38,7 @@ class CarryStack(Generic[Value]):
         self.waiting: list[tuple[TreeNode, Value]] = []
 
     def push(self, node: TreeNode, value: Value) -> None:
-        """Push the next subtree. If its left sibling is on the stack, add both and push the parent instead."""
+        """Push the next subtree. If its left sibling is on the stack, add the two and push their parent instead."""
         while self.waiting:
             left, sum_so_far = self.waiting[-1]
             # Siblings are adjacent and of equal size; the left one starts at a multiple of the parent's size. So the
@@ -51,7 +51,7 @@ class CarryStack(Generic[Value]):
         self.waiting.append((node, value))
 
     def total(self) -> Value:
-        """Return the value of the root after the last replica. A node without a right sibling moves up unchanged."""
+        """Return the root's value after all replicas have been pushed. Nodes without a right sibling are passed up."""
         _, value = self.waiting.pop()
         while self.waiting:
             value = self.add(self.waiting.pop()[1], value)
@@ -131,7 +131,7 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 
 
 class Bucket:
-    """Parameters of one dtype on one device whose gradients are communicated together, and the buffers for this."""
+    """Parameters with the same dtype and device, whose gradients are communicated together."""
 
     def __init__(
         self,

@@ -32,7 +32,7 @@ with warnings.catch_warnings():
 
 
 class Zero1Strategy(DDPStrategy):
-    """Distributed data parallelism with sharded optimizer states: a process has the states of some parameters."""
+    """Distributed data parallelism with sharded optimizer states. Each process has the states of some parameters."""
 
     name = "zero1"
 
@@ -45,7 +45,7 @@ class Zero1Strategy(DDPStrategy):
         raise ConfigError("zero1 does not support elastic=true, because the shard of a dead process is lost. Use ddp.")
 
     def prepare(self, task: "Task", optimizers: Sequence[Optimizer]) -> list[Optimizer]:
-        """Prepare the placed task. Each returned optimizer updates this process's weights and fetches the others."""
+        """Prepare the placed task. A returned optimizer updates this process's shard and fetches the other weights."""
         prepared = super().prepare(task, optimizers)
         return prepared if self.place.world_size == 1 else [self._sharded(optimizer) for optimizer in prepared]
 
@@ -64,8 +64,8 @@ class Zero1Strategy(DDPStrategy):
             kind = type(optimizer).__name__
             raise ConfigError(
                 f"{kind} evaluates the loss several times per step and compares all parameters, but under zero1 each "
-                f"process updates only a shard. Use one process, or set automatic_optimization = False, use strategy "
-                f"ddp and call optimizer.step(closure) in training_step."
+                f"process updates only a shard. Use one process, or use strategy ddp with automatic_optimization = "
+                f"False and call optimizer.step(closure) in training_step."
             )
         if "param_groups" not in vars(optimizer):
             raise ConfigError(
@@ -159,7 +159,7 @@ def _numbered(optimizer: Optimizer) -> Iterator[tuple[nn.Parameter, int]]:
 
 
 class _ShardFactory:
-    """Creates copies of `optimizer` with a subset of its parameters, without knowing the arguments of its class."""
+    """Creates copies of `optimizer` with a subset of its parameters. This works for any class of optimizers."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer

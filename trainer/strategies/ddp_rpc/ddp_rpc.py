@@ -303,7 +303,7 @@ class DDPRPCStrategy(DDPStrategy):
         return super().clip(optimizer, limit, algorithm)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Any = None, **options: Any) -> Any:
-        """Update the dense weights in this process. Each server updates its weights after all trainers have called."""
+        """Update the dense weights in this process. A server updates its weights after all trainers have called it."""
         scale, trainers = 1.0 / self.loss_scale, self.place.world_size
         changed = options_of(optimizer) if self.place.rank == 0 else None
         with peers_gone("server"):

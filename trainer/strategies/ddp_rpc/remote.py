@@ -2,7 +2,7 @@
 
 Trainers call a module through torch's RemoteModule and distributed autograd. See
 https://docs.pytorch.org/tutorials/advanced/rpc_ddp_tutorial.html ("Combining DDP with the Distributed RPC framework").
-A server sums the gradients of all trainers and updates its weights once per step; see
+A server sums the gradients of all trainers and updates its weights once per step. See
 https://docs.pytorch.org/tutorials/intermediate/rpc_async_execution.html ("batch-updating parameter server").
 """
 
@@ -129,7 +129,7 @@ def drop_gradients(rank: int) -> None:
 
 # --- a trainer --------------------------------------------------------------------------------------------------------
 class Remote(nn.Module):
-    """Proxy for a module on a server. It replaces the module in the task."""
+    """Proxy that replaces a module in the task. The module itself is on a server."""
 
     def __init__(self, name: str, server: str, leads: bool, device: torch.device) -> None:
         """Create the proxy for a module.
@@ -155,7 +155,7 @@ class Remote(nn.Module):
             return self.ask(method, *arguments).wait()
 
     def forward(self, *arguments: Any, **options: Any) -> Any:
-        """Call the module on its server. Tensors are sent from CPU to CPU."""
+        """Call the module on its server. Arguments are moved to the CPU, and the output to this process's device."""
         args = [value.cpu() if isinstance(value, Tensor) else value for value in arguments]
         kwargs = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in options.items()}
         with peers_gone(self.server):

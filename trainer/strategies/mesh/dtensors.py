@@ -74,7 +74,7 @@ def replace(task: nn.Module, change: TensorChange) -> None:
 def make_plain(task: nn.Module, keep: bool) -> None:
     """Replace the DTensors of a task with full tensors on the host. All ranks must call this.
 
-    If `keep` is False, replace them with meta tensors, which need no memory.
+    If `keep` is False, replace the DTensors with meta tensors, which need no memory.
     """
 
     def change(tensor: Tensor) -> Tensor:
@@ -221,7 +221,7 @@ class MeshScaler(torch.amp.GradScaler):
         return {**super().state_dict(), "_growth_tracker": self.good_steps}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict of torch's scaler or of this class."""
+        """Load a state dict from torch's scaler or from this class."""
         super().load_state_dict(state_dict)
         self.factor, self.good_steps = float(state_dict["scale"]), int(state_dict["_growth_tracker"])
 

@@ -108,7 +108,7 @@ class MeshStrategy(GroupStrategy):
     """One process per device, on a mesh with data, shard and tensor axes.
 
     Replicas are divided along `data` and `shard`; parameters, gradients and optimizer states are sharded along `shard`.
-    Processes along `tensor` work on the same batches, each with its shard of every layer.
+    Processes along `tensor` work on the same batches, each with a shard of the layers in the tensor plan.
     """
 
     name = "mesh"

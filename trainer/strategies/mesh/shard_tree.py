@@ -1,4 +1,4 @@
-"""Sums of sharded gradients in a fixed binary tree over replicas, which replace torch's reduce-scatter."""
+"""Sums of sharded gradients in a fixed binary tree over replicas, used instead of torch's reduce-scatter."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -44,7 +44,7 @@ class TensorGradients:
         self.steps = COMPARED_STEPS
 
     def complete(self) -> None:
-        """Sum partial gradients. Raises TaskError if the compared gradients contradict the plan."""
+        """Sum partial gradients. Raises TaskError if the plan does not match the gradients."""
         if self.uncompared and self.steps:
             self._compare()
             self.steps -= 1

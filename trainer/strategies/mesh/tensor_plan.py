@@ -90,8 +90,8 @@ def words_of(task: "Task", parts: int, in_shards: bool) -> dict[str, str]:
     summed = [name for name, word in words.items() if in_shards and word == REPLICATED]
     if summed:
         raise ConfigError(
-            f"tensor_shards: the gradient of {first_names(summed)} is a sum over tokens and heads. The order of this "
-            f"sum depends on the number of processes. Leave the layers around this module, or tensor_shards, out."
+            f"tensor_shards: the gradient of {first_names(summed)} is a sum over tokens and heads. The order depends "
+            f"on the number of processes. Leave the layers around this module out of the plan, or omit tensor_shards."
         )
     return {name: word for name, word in words.items() if word in ("column", "row")} if in_shards else words
 
@@ -146,7 +146,7 @@ def read_plan(task: nn.Module, plan: Mapping[str, str] | None, parts: int) -> di
 
 
 def with_adapters(name: str, modules: Mapping[str, nn.Module], word: str) -> list[str]:
-    """Return the names of the modules to shard: the module itself or, if it has LoRA adapters, its base and adapters.
+    """Return the names of the modules to shard: `name` itself or, if it has LoRA adapters, its base layer and adapters.
 
     For the LoRA product BA, "column" shards the outputs of B, and "row" shards the inputs of A. Raises ConfigError for
     other kinds of adapters.
@@ -197,7 +197,7 @@ def is_column(word: str) -> bool:
 
 
 def refuse_other_cuts(task: nn.Module, words: Mapping[str, str]) -> None:
-    """Raise ConfigError if modules share a weight but the plan shards it differently for each of them."""
+    """Raise ConfigError if modules share a weight but the plan shards it differently in each module."""
     cuts: dict[nn.Parameter, tuple[str, int | None]] = {}
     for name, module in task.named_modules():
         word = words.get(name)
@@ -206,6 +206,6 @@ def refuse_other_cuts(task: nn.Module, words: Mapping[str, str]) -> None:
             first, first_dim = cuts.setdefault(parameter, (name, dim))
             if parameter.ndim > 1 and first_dim != dim:
                 raise ConfigError(
-                    f"tensor_plan: {first} and {name} share a weight, but the plan shards it differently for each of "
-                    f"them. Leave both modules out of the plan, or untie their weights."
+                    f"tensor_plan: {first} and {name} share a weight, but the plan shards it differently in each "
+                    f"module. Leave both modules out of the plan, or untie their weights."
                 )

@@ -187,7 +187,7 @@ class DDPModelParallelStrategy(DDPStrategy):
         """Keep the placement that the task chose. Raises ConfigError if a tensor is not on a device of this process."""
         if self.split != "auto":
             raise ConfigError(
-                f"split={self.split} needs blocks, but {type(task).__name__} places its modules. Leave split out."
+                f"split={self.split} needs blocks, but {type(task).__name__} places its own modules. Leave split out."
             )
         tensors = [*task.named_parameters(), *task.named_buffers()]
         astray = [f"{name} ({tensor.device})" for name, tensor in tensors if tensor.device not in self.parts]

@@ -24,7 +24,7 @@ Split = Literal["auto"] | list[int]
 
 @dataclass(frozen=True)
 class PartBlock:
-    """A block, which is a module of the task. Every sample passes through all blocks in order."""
+    """A block of the model. Every sample passes through all blocks in order."""
 
     name: str
     """Module path in the task."""
@@ -134,7 +134,7 @@ def check_counts(split: Any, parts: int) -> None:
 
 
 def split_evenly(sizes: Sequence[int], parts: int) -> list[int]:
-    """Divide `sizes` into consecutive non-empty parts with a minimal largest sum. Return the length of each part.
+    """Divide `sizes` into consecutive non-empty parts so that the largest sum is minimal. Return the parts' lengths.
 
     Ties are broken by the sum of squares. This is the linear partition problem, which dynamic programming solves in
     parts x len(sizes)^2 steps (Skiena, The Algorithm Design Manual, section 10.7).

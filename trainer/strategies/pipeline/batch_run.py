@@ -120,7 +120,7 @@ class BatchRun:
         if is_metric(value):
             raise TaskError(
                 f"log({name!r}) received a metric object in training_step, but only the last stage of a pipeline has "
-                f"its values. Log numbers in training_step, and metric objects in validation_step."
+                f"the metric's values. Log numbers in training_step, and metric objects in validation_step."
             )
         value = value.detach() if isinstance(value, Tensor) else value
         self.calls[index].append((name, value, args, {"batch_size": self.sizes[index]} | options))

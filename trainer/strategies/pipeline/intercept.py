@@ -59,7 +59,7 @@ class BlockInterceptor:
     # --- calls ------------------------------------------------------------------------------------------------------
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """Let blocks compute as usual, for calls from their stage."""
+        """Let the blocks compute as usual while a stage calls them."""
         with self._calling(self._computed):
             yield
 
@@ -175,16 +175,16 @@ class BlockInterceptor:
 
 
 def intercepted(kind: type[nn.Module], enter: Callable[..., Any]) -> type[nn.Module]:
-    """Return a subclass of `kind` whose instances call `enter` when they are called.
+    """Return a subclass of `kind` whose `__call__` method calls `enter`.
 
-    The subclass overrides __call__ instead of forward, so that no hooks run.
+    The subclass does not override `forward` instead, because calls would then run the block's hooks.
     """
     members = {"__call__": lambda self, *args, **kwargs: enter(*args, **kwargs), "__module__": kind.__module__}
     return type(kind.__name__, (kind,), members)
 
 
 class _Reached(BaseException):
-    """Raised when the task calls the first block. The task's `except Exception` does not catch a BaseException."""
+    """Raised when the task calls the first block. `except Exception` in the task does not catch a BaseException."""
 
     def __init__(self, args: tuple[Any, ...], named: dict[str, Any]) -> None:
         super().__init__(*args)

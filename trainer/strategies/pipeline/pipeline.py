@@ -43,8 +43,8 @@ class PipelineMeshStrategy(MeshStrategy):
     """One process per device, on a mesh with data, shard, tensor and pipeline axes.
 
     Replicas are divided along `data` and `shard`; parameters, gradients and optimizer states are sharded along `shard`.
-    Processes along `tensor` work on the same batches, each with its shard of every layer. Processes along `pipeline`
-    also work on the same batches, each with some of the layers.
+    Processes along `tensor` work on the same batches, each with a shard of the layers in the tensor plan. Processes
+    along `pipeline` also work on the same batches, each with some of the layers.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class PipelineMeshStrategy(MeshStrategy):
         return super().prepare(task, optimizers)
 
     def finish(self) -> None:
-        """Copy the weights of all stages to every process, on the host. All ranks must call this."""
+        """Copy the weights of all stages to the host on every process. All ranks must call this."""
         if self.schedules is None or self.task is None:
             super().finish()
             return

@@ -1,4 +1,4 @@
-"""State dicts of a pipeline. Each rank writes and reads the tensors of its stage, with the names in the task."""
+"""State dicts of a pipeline. Each rank writes and reads the tensors of its stage under their names in the task."""
 
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -63,7 +63,7 @@ class PipelineStateDicts(MeshStateDicts):
         return {index for index, weight in enumerate(parameters) if self.owners.is_foreign(weight)}, len(parameters)
 
     def _described(self, owned: Mapping[Any, Any], order: Iterable[Any]) -> dict[Any, Any]:
-        """Return the tensor descriptions from all ranks in the pipeline, in the given order of keys."""
+        """Return the tensor descriptions of all ranks in the pipeline. The keys are in the given order."""
         # descriptions only: no rank has memory for the tensors of all stages
         described = {key: value for each in self.stages.gather_objects(owned) for key, value in each.items()}
         return {key: described[key] for key in order if key in described}
