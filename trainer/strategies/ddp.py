@@ -33,7 +33,7 @@ UNUSED = re.compile(r"Expected to have finished reduction.*did not receive grad 
 
 
 class DDPStrategy(GroupStrategy):
-    """One process per device. Accepts the arguments for DistributedDataParallel and init_process_group.
+    """One process per device. Accepts arguments of torch's DistributedDataParallel and init_process_group.
 
     To add a communication hook, override `regroup` in a subclass and register the hook on `self.ddp`.
     """
@@ -55,9 +55,9 @@ class DDPStrategy(GroupStrategy):
 
         Args:
             elastic: whether to replace processes that die and continue the run.
-            timeout: seconds that a rank waits for others, or a mapping with the seconds for each phase: startup, step,
-                checkpoint.
-            process_group_backend: backend of the process group; by default nccl on CUDA, otherwise gloo.
+            timeout: seconds that a rank waits for other ranks, or a mapping from phases ("startup", "step" and
+                "checkpoint") to seconds.
+            process_group_backend: backend of the process group; by default, nccl on CUDA and gloo otherwise.
         """
         super().__init__(process_group_backend, init_method, timeout)
         self.module_options: dict[str, Any] = {

@@ -257,9 +257,7 @@ class Bucket:
             if gradient is None:
                 gradient = torch.full_like(parameter, -0.0)  # -0.0 leaves any sum unchanged, including -0.0
             elif gradient.is_sparse:
-                raise TaskError(
-                    "reproducible: bitwise needs dense gradients, not a sparse one. Use Embedding(sparse=False)."
-                )
+                raise TaskError("reproducible: bitwise does not support sparse gradients. Use Embedding(sparse=False).")
             flat.append(gradient.reshape(-1))
         return flat
 

@@ -22,8 +22,8 @@ def copy_to_devices(module: ModuleType, devices: Sequence[torch.device]) -> list
     """Return a shallow copy of `module` for each device. The module must be on the first device.
 
     The gradients of all copies accumulate in the module's parameters, in the order of the devices. The first copy
-    shares the module's buffers. On accelerators, torch.nn.parallel.replicate makes the copies. It does not support
-    CPU devices.
+    shares the module's buffers. On accelerators, this function calls torch.nn.parallel.replicate, which does not
+    support CPU devices.
     """
     if devices[0].type != "cpu":
         return list(parallel.replicate(module, list(devices), detach=not torch.is_grad_enabled()))
@@ -43,9 +43,9 @@ def copy_to_devices(module: ModuleType, devices: Sequence[torch.device]) -> list
 
 
 class _Broadcast(Function):
-    """Broadcasts tensors to several copies. In backward, sums the gradients of the copies in order.
+    """Broadcasts tensors to several copies. The backward pass sums the gradients in the order of the copies.
 
-    Autograd itself would sum the gradients in the order in which it computes them.
+    Without this class, autograd would sum the gradients in the order in which it computes them.
     """
 
     @staticmethod

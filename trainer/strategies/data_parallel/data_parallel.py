@@ -62,7 +62,7 @@ class DataParallelStrategy(Strategy):
             )
         if task.trainer.compile or any(map(is_compiled, task.modules())):
             raise ConfigError(
-                f"{where} cannot run compiled steps, because these use the weights on one device, not their copies. "
+                f"{where} cannot run compiled steps, because they use the weights on one device instead of the copies. "
                 f"Use strategy ddp, or compile: false."
             )
         if task.trainer.reproducible == "bitwise":

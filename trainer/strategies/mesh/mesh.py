@@ -88,7 +88,7 @@ def refuse_compile(name: str, options: bool | Mapping[str, Any], sizes: Sizes) -
     if not isinstance(options, Mapping) or not options.get("blocks"):
         raise ConfigError(
             f"trainer.compile: the hooks with which strategy {name!r} gathers parameters cannot be compiled, but the "
-            f"blocks between them can. List the classes of the blocks, as in compile={{'blocks': ['Block']}}."
+            f"blocks between them can. Set the classes of these blocks, as in compile={{'blocks': ['Block']}}."
         )
     if sizes.tensor * sizes.pipeline > 1:
         raise ConfigError(
@@ -144,7 +144,7 @@ class MeshStrategy(GroupStrategy):
             meta_init: whether to allocate the modules of configure_model only on rank 0, and broadcast their shards.
             whole_at_end: whether every process has the full weights after a run. If False, only the checkpoints
                 contain the weights.
-            timeout: seconds that a rank waits for others, or a mapping with the seconds for each phase.
+            timeout: seconds that a rank waits for other ranks, or a mapping from phases to seconds, as for ddp.
         """
         super().__init__(process_group_backend, init_method, timeout)
         self.asked: dict[str, Size] = {"data": data, "shard": shard, "tensor": tensor, "pipeline": 1}
@@ -432,7 +432,7 @@ class MeshStrategy(GroupStrategy):
 
 
 class MeshSteps(nn.Module):
-    """The outermost sharded module, whose forward calls the steps of a task."""
+    """The outermost sharded module. Its forward method calls the steps of the task."""
 
     def __init__(self, task: "Task") -> None:
         super().__init__()

@@ -96,7 +96,7 @@ class TensorShards:
         if before is not None and not torch.equal(before, generators()):
             raise TaskError(
                 "tensor_shards: the task draws random numbers between a column and its row, for example for attention "
-                "dropout. These depend on the number of processes. Set this dropout to 0. Dropout after a row is fine."
+                "dropout. These numbers depend on the number of processes. Set dropout to 0, or apply it after the row."
             )
         pairs = zip(self._cut(inputs, -1), self._cut(layer.weight, 1), strict=True)
         apply: Any = Sum.apply
