@@ -169,6 +169,7 @@ class MemberRegistry:
         """Record that a member, and therefore the run, has finished. From then on, no process can join."""
         self.remove(member)
         self.finished.add(member)
+        # members without the state cannot finish the run
         self.spares += [remaining for remaining in self.members if remaining not in self.have_state]
         self.members = [remaining for remaining in self.members if remaining in self.have_state]
 

@@ -98,6 +98,7 @@ def synchronize(task: nn.Module, device: torch.device, group: dist.ProcessGroup)
 
     def undo() -> None:
         for module, kind in norms:
+            # leave a module alone if its class has been changed again since
             if type(module) is synced(kind, base):
                 module.__class__ = kind
                 del module.process_group

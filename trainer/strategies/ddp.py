@@ -244,6 +244,7 @@ class DDPStrategy(GroupStrategy):
             indices = UNUSED.search(str(error))
             if indices is None:
                 raise
+            # DDP reports the indices of the parameters, and counts only trainable ones
             names = [name for name, parameter in self.task.named_parameters() if parameter.requires_grad]
             raise TaskError(
                 f"Step {self.task.global_step + 1} produced no gradient on rank {self.place.rank} for "

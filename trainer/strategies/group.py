@@ -175,6 +175,7 @@ class FlatSum:
         targets = [(gradient, slice_) for gradient, slice_ in pairs if gradient is not None]
         if targets:
             copy_to_each([gradient for gradient, _ in targets], [slice_ for _, slice_ in targets])
+        # one collective per parameter: the number of rows differs between ranks
         for parameter in sparse:
             if parameter.grad is not None:
                 dist.all_reduce(parameter.grad, group=self.ranks.group)

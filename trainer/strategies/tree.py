@@ -263,6 +263,7 @@ class Bucket:
 
     def _presence(self, gradients: Iterable[Tensor | None]) -> Tensor:
         present = [gradient is not None for gradient in gradients]
+        # the usual case needs no copy from the host to the device
         return self.all_present if all(present) else self.all_present.new_tensor(present)
 
     def _allocate(self, nodes: int) -> None:

@@ -150,6 +150,7 @@ class Zero1StateDicts(ShardedStateDicts):
         states = {index: load_stored(values) if index in local else {} for index, values in state["state"].items()}
         optimizer.load_state_dict({**state, "state": states})
         optimizer.state.clear()  # this state is a copy; steps use the inner optimizer's state
+        # loading has created new groups, but schedulers change those of the original optimizer
         optimizer.original.param_groups = optimizer.param_groups  # type: ignore[attr-defined]
 
 

@@ -62,6 +62,7 @@ class ServedModule:
             options: the optimizer's current options, such as a scheduled learning rate.
         """
         assert self.optimizer is not None
+        # only rank 0 sends options, because schedulers compute the same values on all trainers
         if options is not None:
             for group in self.optimizer.param_groups:
                 group.update(options)

@@ -90,6 +90,7 @@ class BatchRun:
                     f"{self.interceptor.blocks[0].name!r} received a tensor of shape {tuple(tensor.shape)} for "
                     f"{self.sizes[0]} samples. Create this tensor in the block."
                 )
+        # again, because `_step` has seeded the generators with a key that is the same on all stages
         seed_generators(mix(self.key, self.schedules.place))
         return inputs[0] if len(inputs) == 1 else tuple(torch.cat(pieces) for pieces in zip(*inputs, strict=True))
 

@@ -29,6 +29,7 @@ class PipelineStateDicts(MeshStateDicts):
 
     def model(self, task: "Task") -> dict[str, Any]:
         """Return the task's state dict."""
+        # keep_vars, because `owners` finds a tensor by its id
         state = task.state_dict(keep_vars=True)
         owned = {name: value for name, value in state.items() if self.owners.place_of(value) == self.owners.place}
         return with_own_data(self._described(without_data(owned), state), owned)
