@@ -28,7 +28,7 @@ class Member(NamedTuple):
 
 @dataclass(frozen=True)
 class ElasticWorker:
-    """Description of a worker in an elastic run. The worker receives this description when it starts."""
+    """Description of a worker in an elastic run, which the worker receives when it starts."""
 
     member: Member
     port: int
@@ -46,7 +46,7 @@ class ElasticWorker:
 
 @dataclass(frozen=True)
 class Generation:
-    """A list of members, ordered by rank, and the instruction to these members."""
+    """A list of members, ordered by rank, with an instruction to these members."""
 
     version: int
     members: tuple[Member, ...]
@@ -129,7 +129,7 @@ def connect_to_store(port: int) -> "Store":
 class MemberRegistry:
     """Members in the order of their ranks. Remaining members keep their order; new members are appended.
 
-    Therefore rank 0, the only rank that writes files, changes only if its process dies.
+    Therefore, rank 0, which is the only rank that writes files, changes only if its process dies.
     """
 
     def __init__(self, members: list[Member]) -> None:
@@ -174,7 +174,7 @@ class MemberRegistry:
         self.members = [remaining for remaining in self.members if remaining in self.have_state]
 
     def request_generation(self, version: int) -> None:
-        """Request a new generation after the group of generation `version` has broken, although no process died."""
+        """Request a new generation, because the group of generation `version` has broken although no process died."""
         self.is_requested |= version == self.generation.version
 
     def decide(self) -> Generation | None:

@@ -135,7 +135,7 @@ class FlatSum:
         self.buffers: dict[Kind, Tensor] = {}
 
     def add_up(self, parameters: Sequence[nn.Parameter], divisor: int = 1) -> None:
-        """Replace the gradients of `parameters` with their sums over ranks divided by `divisor`.
+        """Replace the gradients of `parameters` with their sums over ranks, divided by `divisor`.
 
         All ranks must call this.
         """
@@ -182,7 +182,7 @@ class FlatSum:
                 parameter.grad /= divisor
 
     def _buffer(self, kind: Kind, length: int) -> Tensor:
-        """Return a buffer of `length` numbers, reused in every step because new memory costs a page fault per 4 KiB."""
+        """Return a buffer of `length` numbers, which all steps reuse. New memory costs a page fault per 4 KiB."""
         if kind not in self.buffers or self.buffers[kind].numel() < length:
             self.buffers[kind] = torch.empty(length, dtype=kind[0], device=kind[1])
         return self.buffers[kind][:length]

@@ -181,7 +181,7 @@ class MeshScaler(torch.amp.GradScaler):
 
     @torch.no_grad()
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Divide an optimizer's gradients by the scale. Raises RuntimeError if called twice before an update."""
+        """Divide an optimizer's gradients by the scale. Raises RuntimeError if it is called again before an update."""
         if id(optimizer) in self.overflows:
             raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
         gradients = [local_part(gradient) for gradient in gradients_of(optimizer)]

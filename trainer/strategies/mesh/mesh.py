@@ -173,7 +173,7 @@ class MeshStrategy(GroupStrategy):
 
     # --- processes --------------------------------------------------------------------------------------------------
     def join(self, place: Place, devices: Sequence[torch.device], precision: str | int) -> None:
-        """Join the process group and make the mesh. Raises ConfigError if the axes don't match the world size."""
+        """Join the process group and make the mesh. Raises ConfigError if the axes do not match the world size."""
         self.sizes = fit_sizes(self.asked, place.world_size, place.nodes)
         shards, processes = self.tensor_shards, self.sizes.tensor
         if shards is not None and (shards < processes or shards % processes):

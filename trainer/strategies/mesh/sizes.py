@@ -33,7 +33,7 @@ def read_sizes(asked: Mapping[str, Size]) -> None:
 
 
 def fit_sizes(asked: Mapping[str, Size], processes: int, machines: int = 1) -> Sizes:
-    """Return the size of each axis for a number of processes. Raises ConfigError if the product does not match."""
+    """Return the size of each axis. Raises ConfigError if the product of the sizes is not `processes`."""
     fixed = {axis: size for axis, size in asked.items() if size != "auto"}
     product = prod(fixed.values())
     axes = " x ".join(f"{axis} {size}" for axis, size in asked.items())
