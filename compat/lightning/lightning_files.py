@@ -72,9 +72,9 @@ def progress_of(saved: Mapping[str, Any], automatic: bool, accumulate: int) -> d
         step = int(saved["global_step"])
     except (KeyError, TypeError) as error:
         raise CheckpointError(
-            f"The checkpoint of Lightning {saved.get(LIGHTNING)} lacks the progress of its run ({error}). If it is "
-            "from an older version, upgrade it first: python -m lightning.pytorch.utilities.upgrade_checkpoint FILE. "
-            "To load only its weights, use load_from_checkpoint."
+            f"The checkpoint from Lightning {saved.get(LIGHTNING)} does not contain the progress of its run ({error}). "
+            "Upgrade files from older versions: python -m lightning.pytorch.utilities.upgrade_checkpoint FILE. To "
+            "load only the weights, use load_from_checkpoint."
         ) from None
     # files do not contain the gradients of an unfinished step, so its batches are trained again
     left = 0 if is_last else done % accumulate

@@ -548,7 +548,7 @@ class LightningDataModule(InitialHyperparameters, DataModule):
 
 
 def _sizes(make_loaders: Any) -> str:
-    """Return the dataset sizes of the loaders that a method creates, or "None" if there are no loaders yet."""
+    """Return the sizes of the datasets whose loaders a method creates, or "None" if there are no loaders yet."""
 
     def size(loader: Any) -> str:
         return f"size={len(loader.dataset) if isinstance(loader.dataset, Sized) else 'NA'}"

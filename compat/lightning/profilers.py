@@ -429,6 +429,6 @@ def add_profiler(wanted: str | Profiler | None, callbacks: list[Callback]) -> Pr
 
 
 def owner_of(call: Any) -> str:
-    """Return the name of the class whose hook a call runs."""
+    """Return the name of the class to which a hook call belongs."""
     function = call.func if isinstance(call, partial) else call
     return type(getattr(function, "__self__", function)).__name__

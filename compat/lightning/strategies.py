@@ -300,8 +300,8 @@ class DDPStrategy(OwnBackward, DistributedDataParallel, ParallelStrategy):
         unknown = kwargs.keys() - signature(options_of_ddp).parameters.keys()
         if unknown:
             raise UnsupportedError(
-                f"DDPStrategy({sorted(unknown)[0]}=...) is not supported. Supported options of torch's "
-                f"DistributedDataParallel: {', '.join(signature(options_of_ddp).parameters)}."
+                f"DDPStrategy({sorted(unknown)[0]}=...) is not supported. The supported options of torch's "
+                f"DistributedDataParallel are {', '.join(signature(options_of_ddp).parameters)}."
             )
         if ddp_comm_hook is not None or model_averaging_period is not None:
             raise UnsupportedError(

@@ -325,7 +325,7 @@ def test_files_that_no_run_can_go_on_from_are_refused(tmp_path):
         fit(room, "Plain", source=path)
     contents = {"state_dict": module.state_dict(), "pytorch-lightning_version": "1.4.0", "epoch": 1, "global_step": 3}
     torch.save(contents, path)
-    with pytest.raises(CheckpointError, match=r"Lightning 1.4.0 lacks the progress .*upgrade_checkpoint"):
+    with pytest.raises(CheckpointError, match=r"Lightning 1.4.0 does not contain the progress .*upgrade_checkpoint"):
         fit(room, "Plain", source=path)
     torch.save({**contents, "hyper_parameters": argparse.Namespace(lr=1)}, path)
     with pytest.raises(CheckpointError, match=r"argparse.Namespace.*add_safe_globals"):

@@ -196,7 +196,7 @@ class StochasticWeightAveraging(weight_averaging.WeightAveraging, Callback):
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
     def state_dict(self) -> dict[str, Any]:
-        """Return the averages and the previous learning rates. If a strategy is sharded, every rank must call this."""
+        """Return the averages and the previous learning rates. With sharded weights, every rank must call this."""
         state = super().state_dict()
         return state and {**state, "last_epoch": self._last_epoch, "rates_before": self._rates_before}
 

@@ -115,8 +115,8 @@ def refuse_bars(callbacks: Sequence[Any], wanted: bool) -> None:
     """Raise ConfigError for several progress bars, or for any progress bar if enable_progress_bar is False."""
     bars = [type(callback).__name__ for callback in callbacks if isinstance(callback, ProgressBar)]
     if len(bars) > 1 or (bars and not wanted):
-        way_out = "keep one of them" if wanted else "remove it, or enable_progress_bar=False"
-        raise ConfigError(f"callbacks contains the progress bar{'s' * (len(bars) > 1)} {', '.join(bars)}: {way_out}.")
+        way_out = "Keep only one of them" if wanted else "Remove it, or enable_progress_bar=False"
+        raise ConfigError(f"callbacks contains the progress bar{'s' * (len(bars) > 1)} {', '.join(bars)}. {way_out}.")
 
 
 def get_standard_metrics(trainer: "Trainer") -> dict[str, int | str]:

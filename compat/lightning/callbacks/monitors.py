@@ -167,7 +167,7 @@ class Timer(timer.Timer, Callback):
         return {"time_elapsed": {stage: self.time_elapsed(stage) for stage in ("train", "validate", "test")}}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the time measured before the resume."""
+        """Restore the time of each stage before the resume."""
         self._earlier = dict(state_dict["time_elapsed"])
 
     def on_train_start(self, trainer: "Trainer", task: "Task") -> None:

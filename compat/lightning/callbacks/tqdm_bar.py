@@ -34,7 +34,7 @@ class Tqdm(tqdm):  # type: ignore[type-arg]
 
     @staticmethod
     def format_num(n: Any) -> str:
-        """Return a number padded with zeros, so that the width of the bar does not change."""
+        """Return a number padded with zeros, so that the bar has a constant width."""
         text = n if isinstance(n, str) else str(tqdm.format_num(n))
         if "e" in text or len(text) >= 5 or not any(sign.isdigit() for sign in text):
             return text

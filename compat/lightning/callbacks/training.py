@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class BaseFinetuning(finetuning.BaseFinetuning, Callback):
-    """Freezes layers before training and unfreezes them at the start of given epochs."""
+    """Freezes layers before training and unfreezes them at the start of specified epochs."""
 
     def setup(self, trainer: "Trainer", task: "Task", stage: str) -> None:
         """Freeze the layers, even before an evaluation."""
@@ -45,7 +45,7 @@ class BackboneFinetuning(finetuning.BackboneFinetuning, BaseFinetuning):
 
 
 def logs_stats(hook: str) -> Any:
-    """Return the DeviceStatsMonitor hook with this name, which logs the current statistics."""
+    """Return a DeviceStatsMonitor hook that logs the current statistics under the name `hook`."""
 
     def log_stats(monitor: "DeviceStatsMonitor", trainer: "Trainer", *positional: Any, **named: Any) -> None:
         monitor._get_and_log_device_stats(trainer, hook)
