@@ -14,8 +14,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return make_folder(tmp_path, monkeypatch)
 
 
-def bits(one: Path, other: Path) -> list[str]:
-    return legato("compare", str(one), str(other), "--bits").stdout.splitlines()
+def bits(first: Path, second: Path) -> list[str]:
+    return legato("compare", str(first), str(second), "--bits").stdout.splitlines()
 
 
 def test_the_first_step_and_the_first_tensor_are_found_by_replaying_a_part() -> None:
@@ -25,10 +25,10 @@ def test_the_first_step_and_the_first_tensor_are_found_by_replaying_a_part() -> 
     second = first.with_name("version_1")
     sample = legato("samples", str(first), "step=3").stdout.split()[-1]
     legato("fit", "points.yaml", f"trainer.leave_out_samples=[{sample}]")
-    told = bits(first, second)
-    start = told.index("The runs first differ at step 3.")
-    assert told[start + 1].split()[:2] == ["weights", "net.0.weight"]
-    assert told[start + 2].split()[:2] == ["gradients", "net.0.weight"]
+    lines = bits(first, second)
+    start = lines.index("The runs first differ at step 3.")
+    assert lines[start + 1].split()[:2] == ["weights", "net.0.weight"]
+    assert lines[start + 2].split()[:2] == ["gradients", "net.0.weight"]
     assert tree(first) == before
     third = first.with_name("version_2")
     legato("fit", "points.yaml")
@@ -60,9 +60,9 @@ def test_a_run_of_other_code_is_named() -> None:
     text = Path("points.py").read_text()
     Path("points.py").write_text(text.replace("nn.Dropout(0.2)", "nn.Dropout(0.25)"))
     legato("fit", "points.yaml")
-    told = "\n".join(bits(RUN, RUN.with_name("version_1")))
-    assert f"{RUN} no longer matches it" in told or f"{RUN.absolute()} no longer matches it" in told
-    assert "of step 1" in told
+    printed = "\n".join(bits(RUN, RUN.with_name("version_1")))
+    assert f"{RUN} no longer matches it" in printed or f"{RUN.absolute()} no longer matches it" in printed
+    assert "of step 1" in printed
 
 
 def test_without_checkpoints_the_steps_are_computed_from_the_start() -> None:
@@ -71,8 +71,8 @@ def test_without_checkpoints_the_steps_are_computed_from_the_start() -> None:
     second = first.with_name("version_1")
     for run in (first, second):
         shutil.rmtree(run / "checkpoints")
-    told = bits(first, second)
-    start = told.index("The runs first differ at step 1.")
-    assert told[start + 1].split()[0] == "weights"
-    assert told[start + 2].split() == ["gradients", "the", "same"]
+    lines = bits(first, second)
+    start = lines.index("The runs first differ at step 1.")
+    assert lines[start + 1].split()[0] == "weights"
+    assert lines[start + 2].split() == ["gradients", "the", "same"]
     assert json_lines(first / "metrics.jsonl")

@@ -33,8 +33,8 @@ def test_the_bad_sample_of_a_step_comes_first_and_nothing_of_it_is_left(options,
     make_folder(tmp_path, monkeypatch)
     run = trained(f"task.bad=[{BAD}]", *options)
     before = tree(run)
-    told = legato("samples", str(run), f"index={BAD}").stdout
-    for step in re.findall(r"(?m)^step (\d+)", told)[:2]:
+    output = legato("samples", str(run), f"index={BAD}").stdout
+    for step in re.findall(r"(?m)^step (\d+)", output)[:2]:
         lines = legato("samples", str(run), f"step={step}", "--blame").stdout.splitlines()
         assert lines[1].split()[:2] == ["sample", str(BAD)]
         samples = legato("samples", str(run), f"step={step}").stdout.splitlines()[1:]
@@ -52,8 +52,8 @@ def test_the_sample_whose_nan_has_ended_the_run_is_told(tmp_path, monkeypatch):
     text = (tmp_path / "points.py").read_text().replace("= 1e4", "= float('nan')")
     (tmp_path / "points.py").write_text(text)
     legato("fit", "points.yaml", f"task.bad=[{BAD}]", fails=True)
-    told = legato("samples", "runs/default/version_0", f"index={BAD}", "until=5").stdout
-    step = re.findall(r"(?m)^step (\d+)", told)[0]
+    output = legato("samples", "runs/default/version_0", f"index={BAD}", "until=5").stdout
+    step = re.findall(r"(?m)^step (\d+)", output)[0]
     lines = legato("samples", "runs/default/version_0", f"step={step}", "--blame").stdout.splitlines()
     assert lines[1].split()[:6] == ["sample", str(BAD), "loss", "nan", "gradient", "norm"]
     assert "nan" not in lines[2]
@@ -89,7 +89,7 @@ def test_losses_and_gradients_are_those_by_hand_and_the_run_goes_on_as_without(t
         same.zero_grad()
         loss = same.loss((inputs[None], target[None]))
         loss.backward()
-        alone.append((loss.item(), nn.utils.get_total_norm([one.grad for one in same.parameters()]).item()))
+        alone.append((loss.item(), nn.utils.get_total_norm([parameter.grad for parameter in same.parameters()]).item()))
     assert [row["sample"] for row in rows] == ["sample 4", "sample 5", "sample 6", "sample 7"]
     assert [(row["loss"], row["gradient_norm"]) for row in rows] == [pytest.approx(pair, rel=1e-5) for pair in alone]
     assert first(rows) == "sample 5"
@@ -202,13 +202,13 @@ def test_a_step_whose_samples_cannot_be_alone_is_refused_with_the_reason(trainer
 
     several = {"one": DataLoader(make_data(16), 4), "two": DataLoader(make_data(16), 4)}
     combined = type("Combined", (Tiny,), {"training_step": lambda self, batch, batch_idx: self.loss(batch["one"])})
-    for task, loader, said in (
+    for task, loader, message in (
         (Contrasts(), DataLoader(make_data(16), 4), "training_step fails with a batch of one: sample 4 of replica 0"),
         (Manual(), DataLoader(make_data(16), 4), "--blame needs automatic optimization"),
         (combined(), several, "A batch from several loaders cannot"),
         (Read(), DataLoader(Whole(), batch_size=None), "has no tensor whose first dimension has size 3"),
     ):
-        with pytest.raises(DataError, match=said):
+        with pytest.raises(DataError, match=message):
             rows_of(tmp_path, trainer, task, loader)
 
 

@@ -73,4 +73,4 @@ def test_a_run_with_it_has_the_same_bits(trainer):
     first, second = Tiny(), Tiny()
     trainer().fit(first, make_loader(20))
     trainer(callbacks=[Microscope(2)]).fit(second, make_loader(20))
-    assert all(torch.equal(one, other) for one, other in zip(first.parameters(), second.parameters(), strict=True))
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(first.parameters(), second.parameters(), strict=True))

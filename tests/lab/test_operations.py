@@ -97,8 +97,8 @@ def recorded(run: Path, name: str, *words: str, **environment: str) -> str:
     return name
 
 
-def between(one: str, other: str) -> dict[str, str]:
-    return told(legato("compare", one, other).stdout.splitlines())
+def between(first: str, second: str) -> dict[str, str]:
+    return told(legato("compare", first, second).stdout.splitlines())
 
 
 @pytest.mark.parametrize("options", [(), BITWISE, ACCUMULATED])
@@ -109,24 +109,24 @@ def test_another_setting_of_a_library_is_named_by_the_operation_that_it_changes(
     legato("fit", "points.yaml", *options, f"task.{setting}=false")
     lines = legato("compare", "default/version_0", "default/version_1", "--bits").stdout.splitlines()
     assert "The runs first differ at step 1." in lines
-    found = told(lines)
+    difference = told(lines)
     module, operation, line = {
         "quick": ("net.0", "aten.convolution.default", "features = self.net(batch[0])"),
         "quick_backward": ("net.0", "aten.convolution_backward.default", "features = self.net(batch[0])"),
         "attention": ("the task", "aten._scaled_dot_product_flash_attention_for_cpu.default | aten", "rows = F.scaled"),
     }[setting]
-    assert (found["module"], found["operation"].startswith(operation)) == (module, True)
+    assert (difference["module"], difference["operation"].startswith(operation)) == (module, True)
     source = next(text for text in Path("points.py").read_text().splitlines() if line in text)
-    assert found["line"] == line_of(source)
+    assert difference["line"] == line_of(source)
     phase = "backward" if setting == "quick_backward" else "forward"
-    assert found["where"].startswith(f"The first operation that differs is in the {phase} of replica 0, batch 0")
+    assert difference["where"].startswith(f"The first operation that differs is in the {phase} of replica 0, batch 0")
     if setting == "attention":
-        assert "the two runs perform different operations" in found["verdict"]
+        assert "the two runs perform different operations" in difference["verdict"]
     else:
-        assert "this operation causes the difference" in found["verdict"]
-        assert " | " not in found["input hash"]
-        assert " | " in found["output hash"]
-        assert "float32[3, 3, 8, 8]" in found["inputs"]
+        assert "this operation causes the difference" in difference["verdict"]
+        assert " | " not in difference["input hash"]
+        assert " | " in difference["output hash"]
+        assert "float32[3, 3, 8, 8]" in difference["inputs"]
 
 
 @pytest.mark.parametrize("options", [(), BITWISE])
@@ -151,15 +151,15 @@ def test_a_changed_line_is_named_by_recordings_before_and_after(options) -> None
         ),
     ):
         Path("points.py").write_text("# one line more\n" + text.replace(old, new))
-        found = between(before, recorded(run, "after.jsonl"))
-        assert (found["operation"], phase in found["where"]) == (operation, True)
+        difference = between(before, recorded(run, "after.jsonl"))
+        assert (difference["operation"], phase in difference["where"]) == (operation, True)
         if "Dropout" in new:
-            assert (found["module"], found["inputs"]) == (
+            assert (difference["module"], difference["inputs"]) == (
                 "net.2",
                 "float32[3, 8, 8, 8], 0.8 | float32[3, 8, 8, 8], 0.75",
             )
         else:
-            assert found["line"].split(" | ")[-1] == line_of(
+            assert difference["line"].split(" | ")[-1] == line_of(
                 next(t for t in Path("points.py").read_text().splitlines() if new in t)
             )
     rows = [json.loads(line) for line in Path(before).read_text().splitlines()]
@@ -171,20 +171,20 @@ def test_a_changed_line_is_named_by_recordings_before_and_after(options) -> None
 def test_the_rank_that_differs_is_named_and_processes_may_be_others() -> None:
     legato("fit", "points.yaml", *BITWISE)
     run = Path("runs/default/version_0")
-    one, two = recorded(run, "one.jsonl"), recorded(run, "two.jsonl", *TWO)
+    single, two = recorded(run, "one.jsonl"), recorded(run, "two.jsonl", *TWO)
     ranks = {json.loads(line)["rank"] for line in Path(two).read_text().splitlines()}
     assert ranks == {0, 1}
     assert legato("compare", two, recorded(run, "same.jsonl", *TWO)).stdout.startswith("No operation in this step")
-    found = between(two, recorded(run, "broken.jsonl", *TWO, BROKEN="1"))
-    assert "in the forward of replica 1, batch 0, on rank 1" in found["where"]
-    assert found["line"].split(" | ")[-1] == line_of("            rows = rows * 1.0001")
+    difference = between(two, recorded(run, "broken.jsonl", *TWO, BROKEN="1"))
+    assert "in the forward of replica 1, batch 0, on rank 1" in difference["where"]
+    assert difference["line"].split(" | ")[-1] == line_of("            rows = rows * 1.0001")
     forwards = [
         "".join(
             line + "\n"
             for line in Path(name).read_text().splitlines()
             if '"phase": "forward"' in line and '"line": ""' not in line
         )
-        for name in (one, two)
+        for name in (single, two)
     ]
     assert next(different_operation(forwards)).startswith("No operation in this step")
 

@@ -36,9 +36,9 @@ def test_a_replay_has_the_losses_of_the_run_and_leaves_it_as_it_is(options: tupl
     points = {point["step"]: point.get("train/loss_step") for point in json_lines(run / "metrics.jsonl")}
     done = legato("replay", str(run), "step=11", "until=14")
     assert "Replayed steps 9 to 14 of runs/default/version_0, from the checkpoint of step 8" in done.stdout
-    found = losses(done.stdout)
-    assert sorted(found) == [11, 12, 13, 14]
-    for step, loss in found.items():
+    replayed = losses(done.stdout)
+    assert sorted(replayed) == [11, 12, 13, 14]
+    for step, loss in replayed.items():
         assert loss == pytest.approx(points[step], rel=1e-6)
     assert "bitwise identical" in done.stdout or (not to_the_bit and "equal up to rounding" in done.stdout)
     assert "largest gradients: net." in done.stdout
@@ -99,8 +99,10 @@ def test_another_environment_than_the_run_had_is_named(options: tuple[str, ...])
     )
     # its bits may be those of the run, or not
     first = completed(run_module, "legato", "replay", str(run), "step=2", env={**os.environ, "NCCL_ALGO": "Ring"})
-    told = "The environment differs from the run's: mkldnn True -> False, NCCL_ALGO None -> Ring. Results may differ."
-    assert told in first.stderr
+    warning = (
+        "The environment differs from the run's: mkldnn True -> False, NCCL_ALGO None -> Ring. Results may differ."
+    )
+    assert warning in first.stderr
     later = completed(run_module, "legato", "replay", str(run), "step=7", env={**os.environ, "NCCL_ALGO": "Ring"})
     assert "mkldnn: True -> False, NCCL_ALGO: None -> Ring" in later.stderr
     assert ("would not stay bitwise identical" in later.stderr) == bool(options)
@@ -150,7 +152,7 @@ def run_debugged(*arguments: str) -> None:
 
 def test_mistakes_are_named() -> None:
     run = str(trained("trainer.max_epochs=1"))
-    for words, said in (
+    for words, message in (
         (("step=0",), "Expected 1 <= first step"),
         (("stpe=3",), "Did you mean 'step='?"),
         (("step=3", "jobs=2"), "'jobs=2' is neither one of"),
@@ -158,7 +160,7 @@ def test_mistakes_are_named() -> None:
         ((), "a run directory and a step"),
         (("step=9",), "The replay ended after step 5"),
     ):
-        assert said in legato("replay", run, *words, fails=True).stderr
+        assert message in legato("replay", run, *words, fails=True).stderr
     assert "There is no run" in legato("replay", str(RUN / "nothing"), "step=1", fails=True).stderr
 
 
@@ -176,8 +178,8 @@ def test_a_replay_writes_into_no_run() -> None:
 
 def test_steps_beyond_the_end_of_a_run_are_refused() -> None:
     run = trained("trainer.max_epochs=1")
-    said = legato("replay", str(run), "step=5", "until=9", fails=True).stderr
-    assert "The replay ended after step 5, before step 9" in said
+    error = legato("replay", str(run), "step=5", "until=9", fails=True).stderr
+    assert "The replay ended after step 5, before step 9" in error
 
 
 def test_a_damaged_checkpoint_is_named_by_the_replay_that_begins_earlier() -> None:
@@ -238,8 +240,8 @@ def test_a_run_of_ones_own_script_is_replayed_by_what_the_script_makes(
     points = {point["step"]: point.get("train/loss_step") for point in json_lines(RUN / "metrics.jsonl")}
     done = run_script(folder, "again.py", processes, reproducible)
     assert "bitwise identical" in done
-    told = dict(re.findall(r"\((\d+), ([\d.e+-]+)\)", done))
-    assert [float(told[step]) for step in ("7", "8")] == pytest.approx([points[7], points[8]], rel=1e-6)
+    printed = dict(re.findall(r"\((\d+), ([\d.e+-]+)\)", done))
+    assert [float(printed[step]) for step in ("7", "8")] == pytest.approx([points[7], points[8]], rel=1e-6)
     assert (tree(RUN), tree(folder / "kept")) == (before, kept)
 
 

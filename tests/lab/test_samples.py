@@ -127,21 +127,21 @@ def trained(*overrides: str) -> Path:
 
 def recorded(folder: Path) -> dict[int, list[tuple[int, int, object]]]:
     """What the run has seen: by step, sorted (replica, batch_idx, indices)."""
-    found: dict[int, list[tuple[int, int, object]]] = {}
+    seen: dict[int, list[tuple[int, int, object]]] = {}
     for path in folder.glob("seen.*"):
         for line in path.read_text().splitlines():
             step, replica, batch_idx, indices = json.loads(line)
-            found.setdefault(step, []).append((replica, batch_idx, indices))
-    return {step: sorted(batches) for step, batches in found.items()}
+            seen.setdefault(step, []).append((replica, batch_idx, indices))
+    return {step: sorted(batches) for step, batches in seen.items()}
 
 
 def looked_up(run: Path, steps: int) -> dict[int, list[tuple[int, int, object]]]:
-    history, found = history_of(str(run)), {}
+    history, batches = history_of(str(run)), {}
     lookup = SampleLookup(history, history.unstarted)
     for step in range(1, steps + 1):
         rows = [(item.replica, item.batch_idx, item.indices_by_loader) for item in lookup.at(step).batches]
-        found[step] = sorted((one, two, three.get("", three)) for one, two, three in rows)
-    return found
+        batches[step] = sorted((replica, batch_idx, indices.get("", indices)) for replica, batch_idx, indices in rows)
+    return batches
 
 
 @pytest.mark.parametrize(
@@ -184,14 +184,14 @@ def test_the_command_tells_a_step_a_replica_a_batch_and_when_a_sample_was_seen(f
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0] == "Step 8 of runs/default/version_0: epoch 1, step 2 of 6 in the epoch: 4 samples"
-    assert [line.partition(": ")[2] for line in lines[1:]] == [" ".join(map(str, one[2])) for one in seen[8]]
+    assert [line.partition(": ")[2] for line in lines[1:]] == [" ".join(map(str, batch[2])) for batch in seen[8]]
     done = legato("samples", str(run / "config.yaml"), "step=8", "replica=1", "--show")
     assert done.stdout.splitlines()[-1].strip() == f"numbers {seen[8][1][2]}"
     assert "replica 0" not in done.stdout
     assert recorded(folder) == seen  # nothing was run
     done = legato("samples", str(run), "index=17")
     steps = [int(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("step ")]
-    assert steps == sorted(step for step, found in seen.items() for one in found if 17 in one[2])
+    assert steps == sorted(step for step, batches in seen.items() for batch in batches if 17 in batch[2])
     assert done.stdout.splitlines()[-1] == "Sample 17 was seen 3 times in 18 steps."
     assert {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in run.rglob("*") if path.is_file()} == before
 

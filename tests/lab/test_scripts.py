@@ -97,16 +97,16 @@ def test_a_run_of_a_script_is_replayed_by_its_command(folder: Path, processes: s
 def test_its_steps_have_the_samples_that_the_run_has_seen(processes: str, reproducible: str) -> None:
     """As the loader of the same step gives them under `legato fit`, which other tests compare with what a run saw."""
     run("train.py", processes, reproducible)
-    said = legato("samples", str(RUN), "step=4").stdout.splitlines()
+    lines = legato("samples", str(RUN), "step=4").stdout.splitlines()
     batches = 10 // int(processes)
-    assert re.search(rf"epoch 0, step 4 of {batches} in the epoch: {3 * int(processes)} samples", said[0])
-    assert len(said) == 1 + int(processes)
-    index = said[-1].split()[-1]
+    assert re.search(rf"epoch 0, step 4 of {batches} in the epoch: {3 * int(processes)} samples", lines[0])
+    assert len(lines) == 1 + int(processes)
+    index = lines[-1].split()[-1]
     steps = legato("samples", str(RUN), f"index={index}").stdout
     assert "step 4  epoch 0" in steps
     assert "was seen 3 times" in steps
     replayed = legato("replay", str(RUN), "step=4").stdout
-    assert "\n".join(said[1:]) in replayed
+    assert "\n".join(lines[1:]) in replayed
 
 
 @pytest.mark.parametrize(("processes", "reproducible"), PROCESSES)
@@ -119,9 +119,9 @@ def test_its_operations_are_recorded_and_compared(folder: Path, processes: str, 
     legato("replay", str(RUN), "step=5", "--operations", "after.jsonl")
     same = legato("compare", "before.jsonl", "before.jsonl").stdout
     assert "No operation in this step differs" in same
-    told = legato("compare", "before.jsonl", "after.jsonl").stdout
-    assert "The first operation that differs is in the forward of replica 0" in told
-    assert re.search(r"(?m)^  line .*points\.py:\d+$", told)
+    comparison = legato("compare", "before.jsonl", "after.jsonl").stdout
+    assert "The first operation that differs is in the forward of replica 0" in comparison
+    assert re.search(r"(?m)^  line .*points\.py:\d+$", comparison)
 
 
 def test_the_first_difference_of_two_scripts_is_told_with_modules_of_one_name(folder: Path) -> None:
@@ -133,27 +133,27 @@ def test_the_first_difference_of_two_scripts_is_told_with_modules_of_one_name(fo
     assert legato("replay", str(RUN), "step=9").returncode == 0
     same = completed(run_program, "train.py", "1", cwd=folder / "other")
     assert same.returncode == 0, same.stderr
-    other = folder / "other" / RUN
-    assert "bitwise identical up to step 30" in legato("compare", str(RUN), str(other), "--bits").stdout
+    second_run = folder / "other" / RUN
+    assert "bitwise identical up to step 30" in legato("compare", str(RUN), str(second_run), "--bits").stdout
     shutil.rmtree(folder / "other" / "runs")
     shutil.rmtree(folder / "other" / "kept")
     text = (folder / "points.py").read_text()
     (folder / "other" / "points.py").write_text(text.replace("nn.Dropout(0.2)", "nn.Dropout(0.1)"))
     completed(run_program, "train.py", "1", cwd=folder / "other")
-    told = legato("compare", str(RUN), str(other), "--bits").stdout
-    assert "The runs first differ at step 1." in told
-    assert "no longer matches it" not in told
+    comparison = legato("compare", str(RUN), str(second_run), "--bits").stdout
+    assert "The runs first differ at step 1." in comparison
+    assert "no longer matches it" not in comparison
 
 
 def test_a_replay_on_two_processes_by_the_trainers_arguments() -> None:
     run("train.py", "2", "bitwise")
     done = legato("replay", str(RUN), "step=6", "trainer.devices=2", "trainer.strategy=ddp")
     assert "bitwise identical" in done.stdout
-    for word, said in (
+    for word, message in (
         ("task.rate=1", "a script started this run and creates its task, data and callbacks"),
         ("trainer.devcies=2", "Did you mean 'devices'?"),
     ):
-        assert said in legato("replay", str(RUN), "step=6", word, fails=True).stderr
+        assert message in legato("replay", str(RUN), "step=6", word, fails=True).stderr
 
 
 def test_each_fit_of_a_script_is_its_own_run(folder: Path) -> None:
@@ -236,10 +236,10 @@ def study(*paths: str) -> None:
     before = Path.cwd(), sys.argv, [*sys.path], sys.modules["__main__"]
     for path in paths:
         run = lg.runs.open(path)
-        told = lg.lab.samples(run, 4)
-        assert told == lg.lab.samples(path, 4)
-        assert {record["loader"] for record in told} == {""}
-        assert all(len(record["indices"]) == 3 for record in told)
+        records = lg.lab.samples(run, 4)
+        assert records == lg.lab.samples(path, 4)
+        assert {record["loader"] for record in records} == {""}
+        assert all(len(record["indices"]) == 3 for record in records)
         replayed = lg.lab.replay(run, 7, 8)
         assert [record["step"] for record in replayed.steps()] == [7, 8]
         assert replayed.holds

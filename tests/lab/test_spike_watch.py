@@ -28,9 +28,9 @@ class Spiky(Net):
 
 
 def data():
-    found = Augmented()
-    found.inputs[BAD] = 500.0
-    return found
+    dataset = Augmented()
+    dataset.inputs[BAD] = 500.0
+    return dataset
 
 
 def steps_of_bad_sample():
@@ -50,7 +50,7 @@ def watch(then="warn", **options):
 
 
 def spikes_of(trainer):
-    return next(one for one in trainer.callbacks if isinstance(one, SpikeWatch))
+    return next(callback for callback in trainer.callbacks if isinstance(callback, SpikeWatch))
 
 
 def records(trainer):
@@ -65,11 +65,11 @@ MESH = {"devices": 2, "strategy": {"name": "mesh", "data": 2}, "reproducible": "
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [{}, TWO, FSDP, MESH], ids=["one", "two", "fsdp", "mesh"])
 def test_a_warning_changes_no_bit_and_comes_from_the_whole_step(tmp_path, processes):
-    warned, one = fit(tmp_path / "warned", watch(), **processes)
-    plain, other = fit(tmp_path / "plain", **processes)
-    assert_same_bits(one, other)
+    warned, warned_task = fit(tmp_path / "warned", watch(), **processes)
+    plain, plain_task = fit(tmp_path / "plain", **processes)
+    assert_same_bits(warned_task, plain_task)
     if not processes:
-        assert torch.equal(everything(warned, one), everything(plain, other))
+        assert torch.equal(everything(warned, warned_task), everything(plain, plain_task))
     assert spikes_of(warned).spikes == [record["step"] for record in records(warned)] == steps_of_bad_sample()
     assert records(warned)[0]["loss"] > 1e3 > records(warned)[0]["limits"]["loss"]
     assert "skipped_steps" not in str(lines(warned.run_dir))
@@ -78,11 +78,11 @@ def test_a_warning_changes_no_bit_and_comes_from_the_whole_step(tmp_path, proces
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [{}, TWO, FSDP, MESH], ids=["one", "two", "fsdp", "mesh"])
 def test_the_update_of_a_spike_is_left_out_alike_on_all_processes(tmp_path, processes):
-    skipped, one = fit(tmp_path / "skipped", watch("skip"), **processes)
-    alone, other = fit(tmp_path / "alone", watch("skip"))
+    skipped, task = fit(tmp_path / "skipped", watch("skip"), **processes)
+    alone, alone_task = fit(tmp_path / "alone", watch("skip"))
     assert spikes_of(skipped).spikes == steps_of_bad_sample()
     assert skipped.state.skipped_steps == 3
-    for ours, theirs in zip(one.parameters(), other.parameters(), strict=True):
+    for ours, theirs in zip(task.parameters(), alone_task.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
     if processes is TWO:
         assert records(skipped) == records(alone)
@@ -90,12 +90,12 @@ def test_the_update_of_a_spike_is_left_out_alike_on_all_processes(tmp_path, proc
 
 @pytest.mark.slow
 def test_a_resume_goes_on_with_the_range(tmp_path):
-    whole, one = fit(tmp_path / "whole", watch("skip"))
+    uninterrupted, expected = fit(tmp_path / "whole", watch("skip"))
     fit(tmp_path / "parts", watch("skip"), max_steps=7)
-    resumed, other = fit(tmp_path / "parts", watch("skip"), resume="auto")
-    assert_same_bits(one, other)
-    assert records(resumed) == records(whole)
-    assert spikes_of(resumed).state_dict() == spikes_of(whole).state_dict()
+    resumed, task = fit(tmp_path / "parts", watch("skip"), resume="auto")
+    assert_same_bits(expected, task)
+    assert records(resumed) == records(uninterrupted)
+    assert spikes_of(resumed).state_dict() == spikes_of(uninterrupted).state_dict()
 
 
 class Scaled(Tiny):
@@ -112,7 +112,7 @@ class Scaled(Tiny):
         return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
-        self.after[self.global_step] = torch.cat([one.detach().flatten() for one in self.parameters()])
+        self.after[self.global_step] = torch.cat([parameter.detach().flatten() for parameter in self.parameters()])
 
     def steps_that_moved(self):
         return [step for step in range(2, 21) if not torch.equal(self.after[step], self.after[step - 1])]
@@ -170,14 +170,14 @@ def test_steps_that_nan_skips_are_not_judged_and_leave_no_loss_behind(trainer):
 
 def test_a_gradient_whose_norm_overflows_lives_as_without_the_watch(trainer):
     """In float32 the norm of gradients above 1e19 is infinite; clipping multiplies them by zero."""
-    both = []
+    tasks = []
     for callbacks in ([], [SpikeWatch()]):
         task = Scaled({13: 1e25})
         made = trainer(callbacks=callbacks, max_epochs=4, gradient_clip_val=1.0, nan="ignore")
         made.fit(task, make_loader(20))
         assert all(parameter.isfinite().all() for parameter in task.parameters())
-        both.append(task)
-    assert_same_bits(*both)
+        tasks.append(task)
+    assert_same_bits(*tasks)
     assert spikes_of(made).spikes == [13]
 
 
@@ -203,7 +203,7 @@ def test_two_optimizers_are_judged_by_the_norm_of_all_gradients(trainer):
 
         def configure_optimizers(self):
             first, second = self.model[0], self.model[2]
-            return [torch.optim.SGD(part.parameters(), lr=1e-5) for part in (first, second)]
+            return [torch.optim.SGD(layer.parameters(), lr=1e-5) for layer in (first, second)]
 
     made = trainer(callbacks=[SpikeWatch()], max_epochs=4)
     made.fit(Two({15: 100.0}), make_loader(20))
@@ -246,11 +246,11 @@ def test_what_cannot_be_judged_is_refused(trainer):
     for callback in (SpikeWatch(), Microscope()):
         with pytest.raises(ConfigError, match=f"{type(callback).__name__} needs all modules"):
             trainer(callbacks=[callback], **pipeline).fit(Tiny(), make_loader(20))
-    for options, said in (
+    for options, message in (
         ({"then": "rewind"}, "then must be warn or skip"),
         ({"then": "skpi"}, "Did you mean 'skip'"),
         ({"window": 1}, "window"),
         ({"factor": 0}, "factor"),
     ):
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=message):
             SpikeWatch(**options)

@@ -48,8 +48,8 @@ def test_each_phase_has_its_own_limit(tmp_path, capfd):
     strategy = {"name": "ddp", "timeout": {"startup": 60, "step": 4, "checkpoint": 60}}
     with pytest.raises(HangError, match=r"has waited 4 s \(trainer.strategy.timeout.step\)") as caught:
         fit(task, samples=40, batch_size=2, devices=3, strategy=strategy, threads=1, num_sanity_val_steps=0)
-    told = capfd.readouterr()
-    assert told.out.count("a checkpoint is written") == 3
+    captured = capfd.readouterr()
+    assert captured.out.count("a checkpoint is written") == 3
     assert "rank 1 is in test_stragglers.py" in str(caught.value)
     # ranks 0 and 2 reach the limit at once: each reads the board for its message while the other writes where it was
     assert "The others wait for rank 1." in str(caught.value)
@@ -69,8 +69,8 @@ def test_limits_that_are_none(wanted, message):
 
 
 def test_a_phase_that_is_not_named_has_torchs_limit():
-    found = Timeouts({"step": 30})
-    assert [found.limits[phase].total_seconds() for phase in ("startup", "step", "checkpoint")] == [1800, 30, 1800]
+    timeouts = Timeouts({"step": 30})
+    assert [timeouts.limits[phase].total_seconds() for phase in ("startup", "step", "checkpoint")] == [1800, 30, 1800]
 
 
 # --- the monitor ------------------------------------------------------------------------------------------------------
@@ -106,7 +106,7 @@ def cases():
     torch.set_num_threads(1)
     agreement.SECONDS_BETWEEN = 1e6  # so that ranks meet at logging steps only, and the counts can be compared
     drift.PAUSE_PER_SECOND = 1e9  # how often weights are compared depends on the time that it takes
-    found = {}
+    results = {}
     for name, slow, options in (
         ("first", 0, {}),
         ("second", 1, {"accumulate_grad_batches": 2, "max_epochs": 8}),
@@ -114,21 +114,21 @@ def cases():
         ("validating", 1, {"val_check_interval": 2}),
     ):
         logged, watcher, left = watch(slow, **options)
-        found[name] = logged, watcher.slowest, watcher.wait_seconds, watcher.wait_share, left
-    _, found["with"] = count_collectives(COLLECTIVES, lambda: watch(-1))
-    _, found["without"] = count_collectives(COLLECTIVES, lambda: watch(-1, monitor=False))
-    return found
+        results[name] = logged, watcher.slowest, watcher.wait_seconds, watcher.wait_share, left
+    _, results["with"] = count_collectives(COLLECTIVES, lambda: watch(-1))
+    _, results["without"] = count_collectives(COLLECTIVES, lambda: watch(-1, monitor=False))
+    return results
 
 
 @pytest.fixture(scope="module")
-def found():
+def results():
     return run_workers(cases, 2, threads=1)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "rank"), [("first", 0), ("second", 1), ("bitwise", 1), ("validating", 1)])
-def test_the_slowest_rank_and_the_wait_for_it(found, name, rank):
-    (ranks, seconds, shares), slowest, wait, share, left = found[name]
+def test_the_slowest_rank_and_the_wait_for_it(results, name, rank):
+    (ranks, seconds, shares), slowest, wait, share, left = results[name]
     assert slowest == rank
     assert [step for step, _ in ranks][-3:] == [8, 12, 16]  # what the meeting before has told
     assert {value for _, value in ranks} == {float(rank)}
@@ -141,9 +141,9 @@ def test_the_slowest_rank_and_the_wait_for_it(found, name, rank):
 
 
 @pytest.mark.slow
-def test_it_costs_no_collective_of_its_own(found):
-    assert found["with"] == found["without"]
-    assert found["with"]["all_reduce"] > 4
+def test_it_costs_no_collective_of_its_own(results):
+    assert results["with"] == results["without"]
+    assert results["with"]["all_reduce"] > 4
 
 
 @pytest.mark.slow
@@ -153,9 +153,9 @@ def test_it_warns_with_the_ranks_name(capfd):
         watch(1)
 
     run_workers(work, 2, threads=1)
-    told = capfd.readouterr().err
-    assert told.count("Rank 1 is the slowest: it works for 0.") == 1
-    assert "s on average (" in told
+    errors = capfd.readouterr().err
+    assert errors.count("Rank 1 is the slowest: it works for 0.") == 1
+    assert "s on average (" in errors
 
 
 def test_one_process_has_nobody_to_wait_for(trainer):

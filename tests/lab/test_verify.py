@@ -166,9 +166,9 @@ def test_a_changed_value_of_the_log_and_a_checkpoint_with_new_hashes_are_told_ap
     points[3]["train/loss_step"] *= 1 + 1e-7
     del points[7]
     (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, points.values())) + "\n")
-    said, certificate = verified(run, fails=True)
-    assert "the first that differs is 'train/loss_step' of step 3" in said
-    assert "metrics.jsonl has no line of step 7" in said
+    output, certificate = verified(run, fails=True)
+    assert "the first that differs is 'train/loss_step' of step 3" in output
+    assert "metrics.jsonl has no line of step 7" in output
     assert causes(certificate).count("metrics.jsonl was changed") == 2
     (run / "metrics.jsonl").write_text(text)
     path = run / "checkpoints/step-00000010"
@@ -228,14 +228,14 @@ def test_runs_that_cannot_be_verified_are_refused_with_a_sentence() -> None:
     (run / ".lock").write_text("held")
     assert "is still in progress" in legato("verify", str(run), fails=True).stderr
     (run / ".lock").unlink()
-    for words, said in (
+    for words, message in (
         (("segments=0",), "expected a number of segments"),
         (("devices=0",), "expected at least 1"),
         (("--out", str(run / "proof")), "is inside the run directory"),
         (("segment=3",), "Did you mean 'segments='?"),
     ):
         done = legato("verify", str(run), *words, fails=True)
-        assert said in done.stderr
+        assert message in done.stderr
         assert done.returncode == 2
 
 
