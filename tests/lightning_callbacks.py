@@ -135,7 +135,7 @@ CHECKPOINTS = {
 
 @scenario
 def checkpoints(L, folder):
-    found = {}
+    results = {}
     for name, (options, run) in CHECKPOINTS.items():
         place = folder / name.replace(" ", "_")
         callback = L.pytorch.callbacks.ModelCheckpoint(dirpath=place, **options)
@@ -143,8 +143,8 @@ def checkpoints(L, folder):
         if "train" in str(options.get("monitor")):
             module = make_module(L, (0.5, 0.3), (0.9, 0.8, 0.85, 0.7, 0.6, 0.9))
         fit(L, folder, [callback], module, **run)
-        found[name] = seen(callback, place)
-    return found
+        results[name] = seen(callback, place)
+    return results
 
 
 @scenario
@@ -194,7 +194,7 @@ def names(L, folder):
         "val_loss": torch.tensor(0.123456),
         "a.b": torch.tensor(1.5),
     }
-    found = []
+    formatted = []
     for template in (
         None,
         "{epoch}",
@@ -207,8 +207,8 @@ def names(L, folder):
         for options in ({}, {"auto_insert_metric_name": False}):
             for more in ({}, {"ver": 2}, {"prefix": "p"}):
                 callback = kind(filename=template, **options)
-                found.append(callback.format_checkpoint_name(dict(metrics), **more))
-    return found
+                formatted.append(callback.format_checkpoint_name(dict(metrics), **more))
+    return formatted
 
 
 @scenario
@@ -227,7 +227,7 @@ def exceptions(L, folder):
 
 @scenario
 def wrong_arguments(L, folder):
-    kind, found = L.pytorch.callbacks.ModelCheckpoint, []
+    kind, results = L.pytorch.callbacks.ModelCheckpoint, []
     for options in (
         {"mode": "best"},
         {"save_top_k": -2},
@@ -239,8 +239,8 @@ def wrong_arguments(L, folder):
         try:
             kind(**options)
         except L.pytorch.utilities.exceptions.MisconfigurationException:
-            found.append("refused")
-    return found
+            results.append("refused")
+    return results
 
 
 STOPS = {
@@ -259,7 +259,7 @@ STOPS = {
 
 @scenario
 def early_stopping(L, folder):
-    found = {}
+    results = {}
     for name, (options, values) in STOPS.items():
         callback = L.pytorch.callbacks.EarlyStopping(**({"monitor": "val_loss"} | options))
         raised, trainer = "", make_trainer(L, folder / name, [callback], max_epochs=6, enable_checkpointing=False)
@@ -268,12 +268,12 @@ def early_stopping(L, folder):
         except RuntimeError as error:
             raised = str(error).split("`")[1]
         state = callback.state_dict()
-        found[name] = [
+        results[name] = [
             trainer.current_epoch, trainer.global_step, raised, callback.wait_count, callback.stopped_epoch,
             callback.patience, round(float(callback.best_score), 5), callback.stopping_reason.name, callback.min_delta,
             callback.stopping_reason_message, callback.state_key, sorted(state), callback.monitor_op.__name__,
         ]  # fmt: skip
-    return found
+    return results
 
 
 def recording_logger(L, points):
@@ -310,17 +310,17 @@ def learning_rates(L, folder):
     def alone(self):
         return torch.optim.Adam(self.parameters(), lr=0.01)
 
-    found = []
+    results = []
     for configure in (groups, named, alone):
         for options in ({}, {"logging_interval": "epoch"}, {"logging_interval": "step", "log_momentum": True}):
             points, callback = [], L.pytorch.callbacks.LearningRateMonitor(**options, log_weight_decay=True)
             logger = recording_logger(L, points)
             module = make_module(L, (0.5,), configure_optimizers=configure)
             trainer = fit(L, folder, [callback], module, logger=logger, log_every_n_steps=1, enable_checkpointing=False)
-            rates = [one for one in points if any("lr" in name or "mine" in name for name in one)]
+            rates = [point for point in points if any("lr" in name or "mine" in name for name in point)]
             metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-            found.append([rates, callback.lrs, metrics, callback.last_momentum_values])
-    return found
+            results.append([rates, callback.lrs, metrics, callback.last_momentum_values])
+    return results
 
 
 @scenario
@@ -365,7 +365,7 @@ def bars(L, folder):
 
     for bar in (Bar(), Own()):
         fit(L, folder, [bar], max_epochs=1, enable_progress_bar=True, enable_checkpointing=False)
-    return [one for index, one in enumerate(calls) if one != [] or calls[index - 1] != []]
+    return [call for index, call in enumerate(calls) if call != [] or calls[index - 1] != []]
 
 
 @scenario
@@ -402,8 +402,8 @@ def logging_from_callbacks(L, folder):
 
 def weights_of(module):
     """Return what is trained; the count of batches in a batch norm is averaged, and cut, by Lightning alone."""
-    found = {name: value for name, value in module.state_dict().items() if not name.endswith("num_batches_tracked")}
-    return [round(value, 4) for tensor in found.values() for value in tensor.double().flatten().tolist()]
+    weights = {name: value for name, value in module.state_dict().items() if not name.endswith("num_batches_tracked")}
+    return [round(value, 4) for tensor in weights.values() for value in tensor.double().flatten().tolist()]
 
 
 class Norms(torch.nn.Sequential):
@@ -416,7 +416,7 @@ AVERAGES = {
     "swa linear": lambda kinds: kinds.StochasticWeightAveraging([0.05], 2, 3, "linear"),
     "swa at once": lambda kinds: kinds.StochasticWeightAveraging(0.05, swa_epoch_start=1, annealing_epochs=0),
     "own average": lambda kinds: kinds.StochasticWeightAveraging(
-        0.05, 1, avg_fn=lambda own, new, count: (own + new) / 2
+        0.05, 1, avg_fn=lambda average, new, count: (average + new) / 2
     ),
     "mean": lambda kinds: kinds.WeightAveraging(),
     "ema": lambda kinds: kinds.EMAWeightAveraging(decay=0.8),
@@ -430,7 +430,7 @@ def measured(self, batch, batch_idx):
 
 @scenario
 def averages(L, folder):
-    found = {}
+    results = {}
     for name, make in AVERAGES.items():
         for norms in (False, True):
             seen, module = [], make_module(L, validation_step=measured)
@@ -441,8 +441,8 @@ def averages(L, folder):
             trainer.fit(module, loader(), loader(1))
             # Lightning measures batch norms in an epoch with a validation; before there is an average, it validates the
             # first weights of the run, and Legato the newest
-            found[f"{name} {norms}"] = [weights_of(module), seen[1:4]]
-    return found
+            results[f"{name} {norms}"] = [weights_of(module), seen[1:4]]
+    return results
 
 
 @scenario
@@ -464,7 +464,7 @@ def finetuning(L, folder):
         def on_train_epoch_end(self, trainer, pl_module):
             rates.append([round(group["lr"], 6) for group in trainer.optimizers[0].param_groups])
 
-    found = []
+    results = []
     for callback in (
         Own(),
         kinds.BackboneFinetuning(1, lambda epoch: 1.5),
@@ -472,19 +472,19 @@ def finetuning(L, folder):
     ):
         module = make_module(L, (0.5,), configure_optimizers=of_head)
         fit(L, folder, [callback, Rates()], module, max_epochs=4, enable_checkpointing=False)
-        found.append(weights_of(module))
+        results.append(weights_of(module))
     base, module = kinds.BaseFinetuning, make_module(L)
     module.backbone = Norms()
     base.freeze(module.backbone, train_bn=True)
-    found.append([name for name, one in module.named_parameters() if one.requires_grad])
-    found.append(
+    results.append([name for name, parameter in module.named_parameters() if parameter.requires_grad])
+    results.append(
         [len(list(base.filter_params(module, requires_grad=True))), len(base.flatten_modules(module.backbone))]
     )
     base.freeze([module.backbone, [module.head]], train_bn=False)
-    found.append([name for name, one in module.named_parameters() if one.requires_grad])
+    results.append([name for name, parameter in module.named_parameters() if parameter.requires_grad])
     base.make_trainable(module)
-    found.append([name for name, one in module.named_parameters() if one.requires_grad])
-    return [*found, rates, kinds.finetuning.multiplicative(3)]
+    results.append([name for name, parameter in module.named_parameters() if parameter.requires_grad])
+    return [*results, rates, kinds.finetuning.multiplicative(3)]
 
 
 @scenario
@@ -495,12 +495,12 @@ def accumulation(L, folder):
         def on_train_epoch_end(self, trainer, pl_module):
             counts.append([trainer.accumulate_grad_batches, trainer.global_step])
 
-    found = []
+    results = []
     for scheduling in ({0: 2, 2: 4}, {1: 4}):
         callback, module = L.pytorch.callbacks.GradientAccumulationScheduler(scheduling), make_module(L, (0.5,))
         fit(L, folder, [callback, Counts()], module, max_epochs=3, enable_checkpointing=False)
-        found.append([weights_of(module), callback.going_to_accumulate_grad_batches()])
-    return [found, counts]
+        results.append([weights_of(module), callback.going_to_accumulate_grad_batches()])
+    return [results, counts]
 
 
 @scenario
@@ -587,16 +587,21 @@ DIFFERENT_ARGUMENTS = {
 
 @scenario
 def arguments(L, folder):
-    found = {}
+    results = {}
     for name in sorted(L.pytorch.callbacks.__all__):
         kind = getattr(L.pytorch.callbacks, name)
         if not (isinstance(kind, type) and issubclass(kind, L.Callback)):  # ours lists names of the modules below, too
             continue
         parameters = list(inspect.signature(kind.__init__).parameters.values())[1:]
-        defaults = [one.default if isinstance(one.default, (int, float, bool)) else 0 for one in parameters]
+        defaults = [
+            parameter.default if isinstance(parameter.default, (int, float, bool)) else 0 for parameter in parameters
+        ]
         if name not in DIFFERENT_ARGUMENTS and kind.__init__ is not object.__init__:
-            found[name] = [[one.name, str(one.kind), value] for one, value in zip(parameters, defaults, strict=True)]
-    return found
+            results[name] = [
+                [parameter.name, str(parameter.kind), value]
+                for parameter, value in zip(parameters, defaults, strict=True)
+            ]
+    return results
 
 
 def main():
@@ -607,12 +612,12 @@ def main():
     importlib.import_module(f"{sys.argv[1]}.pytorch.callbacks")
     importlib.import_module(f"{sys.argv[1]}.pytorch.utilities.exceptions")
     importlib.import_module(f"{sys.argv[1]}.pytorch.loggers")
-    found = {}
+    results = {}
     for name in sys.argv[3:] or SCENARIOS:
         place = folder / name
         place.mkdir(parents=True)
-        found[name] = SCENARIOS[name](package, place)
-    json.dump(found, sys.stdout)
+        results[name] = SCENARIOS[name](package, place)
+    json.dump(results, sys.stdout)
 
 
 if __name__ == "__main__":

@@ -339,9 +339,9 @@ class Distributed(Base):
 
     def on_validation_epoch_end(self):
         mean = torch.stack(self.means).mean()
-        both = self.all_gather({"mean": mean, "list": [mean, mean]})
-        assert both["mean"].shape == both["list"][1].shape == (self.trainer.world_size,)
-        self.log("gathered", both["mean"].mean(), rank_zero_only=False)
+        gathered = self.all_gather({"mean": mean, "list": [mean, mean]})
+        assert gathered["mean"].shape == gathered["list"][1].shape == (self.trainer.world_size,)
+        self.log("gathered", gathered["mean"].mean(), rank_zero_only=False)
         self.means.clear()
         self.say_hello()
         self.trainer.strategy.collectives.barrier()
@@ -356,7 +356,7 @@ class Distributed(Base):
 
     def on_train_end(self):
         weights = torch.cat([parameter.detach().flatten() for parameter in self.parameters()])
-        assert all(torch.equal(own, weights) for own in self.all_gather(weights))
+        assert all(torch.equal(rank_weights, weights) for rank_weights in self.all_gather(weights))
 
 
 class Thaw(lg.Callback):

@@ -28,12 +28,12 @@ def outcome(script, words):
         command = [sys.executable, *words, str(script)]
         options = {"cwd": folder, "env": environment, "capture_output": True, "text": True, "timeout": 600}
         done = subprocess.run(command, check=False, **options)
-    lines, told = done.stdout.strip().splitlines(), done.stderr.strip().splitlines()
+    lines, errors = done.stdout.strip().splitlines(), done.stderr.strip().splitlines()
     try:
-        found = json.loads(lines[-1]).get("exact", {}) if lines else {}
+        numbers = json.loads(lines[-1]).get("exact", {}) if lines else {}
     except (ValueError, AttributeError):
-        found = {}
-    return done.returncode == 0, found, told[-1] if told else ""
+        numbers = {}
+    return done.returncode == 0, numbers, errors[-1] if errors else ""
 
 
 def same(first, second):
@@ -60,19 +60,19 @@ def page():
 def main(scripts):
     counted = ran = compared = equal = 0
     for script in scripts:
-        (works, expected, _), (runs, found, told) = (outcome(script, words) for words in UNDER.values())
+        (works, expected, _), (runs, numbers, error) = (outcome(script, words) for words in UNDER.values())
         if not works:
             print(f"{script.stem:24}does not run under Lightning here")
             continue
         counted, ran = counted + 1, ran + runs
         if runs and expected:
-            compared, equal = compared + 1, equal + same(expected, found)
-        differs = runs and not same(expected, found)
-        print(f"{script.stem:24}{'runs' if runs else told[:90]}{', differs' if differs else ''}", flush=True)
+            compared, equal = compared + 1, equal + same(expected, numbers)
+        differs = runs and not same(expected, numbers)
+        print(f"{script.stem:24}{'runs' if runs else error[:90]}{', differs' if differs else ''}", flush=True)
     print(f"{ran} of {counted} run unchanged; of {compared} that print numbers to compare, {equal} print equal ones.")
 
 
 if __name__ == "__main__" and sys.argv[1:] == ["--page"]:
     PAGE.write_text(page())
 elif __name__ == "__main__":
-    main([Path(one).resolve() for one in sys.argv[1:]] or sorted(PACKAGES.glob("*.py")))
+    main([Path(argument).resolve() for argument in sys.argv[1:]] or sorted(PACKAGES.glob("*.py")))

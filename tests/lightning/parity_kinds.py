@@ -144,10 +144,10 @@ class Contrastive(Base):
 
     def __init__(self):
         super().__init__()
-        self.other = nn.Linear(3, 4)
+        self.second_layer = nn.Linear(3, 4)
 
     def loss(self, batch):
-        first, second = self.net[0](batch[0]), self.other(batch[0])
+        first, second = self.net[0](batch[0]), self.second_layer(batch[0])
         every = self.all_gather(second, sync_grads=self.training).reshape(-1, 4)
         row_numbers = torch.arange(len(first)) + self.global_rank * len(first)
         return nn.functional.cross_entropy(first @ every.T, row_numbers) + self.net(batch[0]).pow(2).mean()
@@ -181,7 +181,7 @@ class Several(Base):
     def __init__(self):
         super().__init__()
         self.automatic_optimization = False
-        self.other = nn.Linear(3, 1)
+        self.adversary = nn.Linear(3, 1)
 
     def training_step(self, batch, batch_idx):
         first, second = self.optimizers()
@@ -191,7 +191,7 @@ class Several(Base):
         self.manual_backward(loss)
         first.step()
         self.untoggle_optimizer(first)
-        adversarial = (self.other(batch[0]) - self(batch[0]).detach()).pow(2).mean()
+        adversarial = (self.adversary(batch[0]) - self(batch[0]).detach()).pow(2).mean()
         second.zero_grad()
         self.manual_backward(adversarial)
         second.step()
@@ -200,7 +200,7 @@ class Several(Base):
 
     def configure_optimizers(self):
         first = torch.optim.Adam(self.net.parameters(), lr=0.05)
-        return [first, torch.optim.SGD(self.other.parameters(), lr=0.1)], []
+        return [first, torch.optim.SGD(self.adversary.parameters(), lr=0.1)], []
 
 
 class SeveralLoaders(Base):

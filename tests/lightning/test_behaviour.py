@@ -402,7 +402,7 @@ def test_a_subclass_may_have_its_example_as_a_property(package):
 @pytest.mark.parametrize("package", [real, room])
 def test_a_module_is_traced_before_and_after_a_run(package):
     module = small(package, forward=lambda self, inputs: self.layer(inputs))
-    module.part = small(package)
+    module.submodule = small(package)
     for _ in range(2):
         traced = module.to_torchscript(method="trace", example_inputs=torch.ones(1, 2))
         assert torch.equal(traced(torch.ones(3, 2)), module(torch.ones(3, 2)))

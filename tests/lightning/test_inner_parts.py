@@ -127,9 +127,9 @@ def test_contents_that_a_program_holds_itself_are_written_and_read(tmp_path):
     contents = {"state_dict": trainer.strategy.lightning_module_state_dict(), "own": 3}
     path = tmp_path / "own" / "one.ckpt"
     trainer.strategy.save_checkpoint(contents, path)
-    found = trainer.strategy.load_checkpoint(path)
-    assert found["own"] == 3
-    assert torch.equal(found["state_dict"]["layer.weight"], module.layer.weight)
+    loaded = trainer.strategy.load_checkpoint(path)
+    assert loaded["own"] == 3
+    assert torch.equal(loaded["state_dict"]["layer.weight"], module.layer.weight)
     trainer.fit(module, loader())
     trainer.save_checkpoint(tmp_path / "run.ckpt")
     assert trainer.strategy.checkpoint_io.load_checkpoint(tmp_path / "run.ckpt")["global_step"] == 4

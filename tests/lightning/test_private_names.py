@@ -54,7 +54,7 @@ def test_a_package_registers_an_accelerator_of_its_own():
             registry.register(cls.name(), cls, description="devices of one's own")
 
     module = ModuleType("of_a_package")
-    module.Own, module.Accelerator, module.other = Own, Accelerator, 3
+    module.Own, module.Accelerator, module.number = Own, Accelerator, 3
     try:
         _register_classes(AcceleratorRegistry, "register_accelerators", module, Accelerator)
         assert "own" in AcceleratorRegistry

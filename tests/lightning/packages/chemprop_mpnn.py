@@ -11,10 +11,10 @@ pl.seed_everything(0)
 molecules = ["C" * size + end for end in "ON" for size in range(1, 21)]
 points = [data.MoleculeDatapoint.from_smi(text, np.array([float(len(text))])) for text in molecules]
 featurizer = featurizers.SimpleMoleculeMolGraphFeaturizer()
-train, val, test = (data.MoleculeDataset(part, featurizer) for part in (points[:28], points[28:34], points[34:]))
+train, val, test = (data.MoleculeDataset(subset, featurizer) for subset in (points[:28], points[28:34], points[34:]))
 scaler = train.normalize_targets()
 val.normalize_targets(scaler)
-loaders = [data.build_dataloader(part, num_workers=0, batch_size=8, shuffle=False) for part in (train, val, test)]
+loaders = [data.build_dataloader(subset, num_workers=0, batch_size=8, shuffle=False) for subset in (train, val, test)]
 unscale = nn.UnscaleTransform.from_standard_scaler(scaler)
 head = nn.RegressionFFN(input_dim=16, output_transform=unscale)
 passing, metrics = nn.BondMessagePassing(d_h=16), [nn.metrics.RMSE(), nn.metrics.MAE()]

@@ -22,6 +22,6 @@ models = [
 values = {}
 for model in models:
     model.fit(train, val_series=val, dataloader_kwargs={"shuffle": False})
-    values |= {f"{type(model).__name__} {name}": float(one) for name, one in model.trainer.callback_metrics.items()}
+    values |= {f"{type(model).__name__} {name}": float(value) for name, value in model.trainer.callback_metrics.items()}
     model.predict(12, series=train)
 print(json.dumps({"exact": values}))

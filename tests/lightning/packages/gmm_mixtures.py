@@ -14,7 +14,7 @@ options = {"accelerator": "cpu", "max_epochs": 5, "enable_progress_bar": False}
 mixture = GaussianMixture(num_components=2, covariance_type="diag", batch_size=50, trainer_params=options)
 mixture.fit(points)
 means = KMeans(num_clusters=2, trainer_params=options).fit(points)
-found = {"means": sorted(mixture.model_.means.mean(1).tolist()), "score": float(mixture.score(points))}
-found["centroids"] = sorted(means.model_.centroids.mean(1).tolist())
-found["sizes"] = sorted(means.predict(points).bincount().tolist())
-print(json.dumps({"exact": found}))
+results = {"means": sorted(mixture.model_.means.mean(1).tolist()), "score": float(mixture.score(points))}
+results["centroids"] = sorted(means.model_.centroids.mean(1).tolist())
+results["sizes"] = sorted(means.predict(points).bincount().tolist())
+print(json.dumps({"exact": results}))

@@ -34,9 +34,9 @@ callbacks = [guards, FileModelStructure(output_path=Path("model.txt"))]
 quiet = {"logger": False, "enable_checkpointing": False, "enable_model_summary": False}
 trainer, module = Trainer(max_epochs=2, accelerator="cpu", devices=1, callbacks=callbacks, **quiet), Faulty()
 trainer.fit(module, DataLoader(data, batch_size=4))
-found = {
+results = {
     "steps": trainer.global_step,
     "weights": module.net.weight.tolist(),
     "wrapped": "training_step" in vars(module),
 }
-print(json.dumps({"exact": {**found, "loss": float(trainer.callback_metrics["loss"])}}))
+print(json.dumps({"exact": {**results, "loss": float(trainer.callback_metrics["loss"])}}))

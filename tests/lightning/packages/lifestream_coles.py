@@ -29,8 +29,8 @@ model = CoLESModule(
     lr_scheduler_partial=partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.9),
 )
 train, valid = (
-    ColesDataset(MemoryMapDataset(data=part), splitter=SampleSlices(split_count=3, cnt_min=5, cnt_max=15))
-    for part in (clients[:30], clients[30:])
+    ColesDataset(MemoryMapDataset(data=subset), splitter=SampleSlices(split_count=3, cnt_min=5, cnt_max=15))
+    for subset in (clients[:30], clients[30:])
 )
 data = PtlsDataModule(train_data=train, valid_data=valid, train_num_workers=0, train_batch_size=8, valid_batch_size=8)
 trainer = pl.Trainer(max_epochs=2, accelerator="cpu", enable_progress_bar=False, logger=True)

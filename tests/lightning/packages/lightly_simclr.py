@@ -27,9 +27,9 @@ class SimCLR(pl.LightningModule):
         features = self(first)
         loss = self.criterion(self.head(features), self.head(self(second)))
         self.log("train_loss", loss, prog_bar=True, sync_dist=True, batch_size=len(first))
-        own, values = self.online.training_step((features.detach(), classes), batch_idx)
+        online_loss, values = self.online.training_step((features.detach(), classes), batch_idx)
         self.log_dict(values, sync_dist=True, batch_size=len(first))
-        return loss + own
+        return loss + online_loss
 
     def validation_step(self, batch, batch_idx):
         loss, values = self.online.validation_step((self(batch[0]), batch[1]), batch_idx)

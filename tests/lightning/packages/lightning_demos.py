@@ -14,7 +14,10 @@ from torch.utils.data import DataLoader
 
 def demo(name):
     """Return a module of the installed demos, which import whatever `lightning` means here."""
-    files = (one.locate_file(f"lightning/pytorch/demos/{name}.py") for one in distributions(name="lightning"))
+    files = (
+        distribution.locate_file(f"lightning/pytorch/demos/{name}.py")
+        for distribution in distributions(name="lightning")
+    )
     path = next(Path(file) for file in files if Path(file).is_file())
     spec = importlib.util.spec_from_file_location(f"lightning.pytorch.demos.{name}", path)
     made = importlib.util.module_from_spec(spec)

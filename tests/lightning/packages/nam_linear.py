@@ -14,7 +14,7 @@ def write(path, values):
         file.setnchannels(1)
         file.setsampwidth(3)
         file.setframerate(48000)
-        file.writeframes(b"".join(int(one * 2**22).to_bytes(3, "little", signed=True) for one in values))
+        file.writeframes(b"".join(int(value * 2**22).to_bytes(3, "little", signed=True) for value in values))
 
 
 matplotlib.use("Agg")

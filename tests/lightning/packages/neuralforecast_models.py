@@ -16,10 +16,10 @@ quiet = {"enable_progress_bar": False, "accelerator": "cpu", "enable_model_summa
 kinds = [NHITS, MLP, DLinear, LSTM]
 forecast = NeuralForecast(models=[kind(**options, **quiet) for kind in kinds], freq="ME")
 forecast.fit(series, val_size=6)
-found = forecast.predict()
-values = {kind.__name__: float(found[kind.__name__].mean()) for kind in kinds}
+predictions = forecast.predict()
+values = {kind.__name__: float(predictions[kind.__name__].mean()) for kind in kinds}
 forecast.save("saved", overwrite=True, save_dataset=True)
 again = NeuralForecast.load("saved").predict()
-assert np.array_equal(again["MLP"], found["MLP"])
+assert np.array_equal(again["MLP"], predictions["MLP"])
 assert len(forecast.cross_validation(series, n_windows=2, val_size=6)) == 2 * 2 * 6
 print(json.dumps({"exact": values}))

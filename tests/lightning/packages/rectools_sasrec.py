@@ -23,5 +23,5 @@ def make_trainer(**kwargs):
 
 model = SASRecModel(n_factors=8, n_blocks=1, n_heads=1, session_max_len=8, batch_size=16, get_trainer_func=make_trainer)
 model.fit(dataset)
-found = model.recommend(users=[1, 2], dataset=dataset, k=3, filter_viewed=False)
-print(json.dumps({"rows": len(found)}))
+recommended = model.recommend(users=[1, 2], dataset=dataset, k=3, filter_viewed=False)
+print(json.dumps({"rows": len(recommended)}))

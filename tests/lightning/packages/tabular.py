@@ -31,6 +31,8 @@ test = table[250:]
 model.evaluate(test, verbose=False)
 model.save_model("saved")
 again = TabularModel.load_model("saved")
-found = [(one.predict(test)["target_prediction"].astype(int) == test.target).mean() for one in (model, again)]
-assert found[0] == found[1]
-print(json.dumps({"accuracy": float(found[0])}))
+accuracies = [
+    (fitted.predict(test)["target_prediction"].astype(int) == test.target).mean() for fitted in (model, again)
+]
+assert accuracies[0] == accuracies[1]
+print(json.dumps({"accuracy": float(accuracies[0])}))

@@ -20,8 +20,8 @@ class Learner(LightningModule):
         self.model = NeuralODE(field, sensitivity="adjoint", solver="rk4", atol_adjoint=1e-4, rtol_adjoint=1e-4)
 
     def training_step(self, batch, batch_idx):
-        _, found = self.model(batch[0], torch.linspace(0, 1, 5))
-        loss = nn.functional.cross_entropy(found[-1], batch[1])
+        _, trajectory = self.model(batch[0], torch.linspace(0, 1, 5))
+        loss = nn.functional.cross_entropy(trajectory[-1], batch[1])
         self.log("loss", loss)
         return {"loss": loss}
 

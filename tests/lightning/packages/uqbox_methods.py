@@ -18,7 +18,7 @@ from lightning_uq_box.uq_methods import (
 )
 
 inputs = torch.linspace(0, 1, 64).unsqueeze(1)
-samples = [{"input": one, "target": (3 * one).sin()} for one in inputs]
+samples = [{"input": value, "target": (3 * value).sin()} for value in inputs]
 adam = partial(torch.optim.Adam, lr=1e-2)
 
 
