@@ -56,24 +56,24 @@ def cases():
 
 
 @pytest.fixture(scope="module")
-def found():
+def results():
     """What rank 0 of two saw: of a whole run each point's collectives and the last values; of two others the errors."""
     return run_workers(cases, 2)
 
 
-def test_a_point_of_the_log_is_one_collective(found):
-    points, values = found[0]
+def test_a_point_of_the_log_is_one_collective(results):
+    points, values = results[0]
     assert points == [3, *[1] * 9]  # before the first one ranks agree on what the numbers stand for
     assert values["value/98"] == pytest.approx(values["loss_step"] * 98, rel=1e-6)
 
 
-def test_it_also_finds_the_loss_of_another_rank_that_is_not_finite(found):
-    assert "NonFiniteError: The loss of step 4 is not finite on another rank" in found[1]
+def test_it_also_finds_the_loss_of_another_rank_that_is_not_finite(results):
+    assert "NonFiniteError: The loss of step 4 is not finite on another rank" in results[1]
 
 
-def test_it_also_finds_names_that_differ(found):
-    assert "DisagreementError: The ranks logged different names in train at step" in found[2]
-    assert "rank 1 also logged ['odd']" in found[2]
+def test_it_also_finds_names_that_differ(results):
+    assert "DisagreementError: The ranks logged different names in train at step" in results[2]
+    assert "rank 1 also logged ['odd']" in results[2]
 
 
 class Sums(Tiny):

@@ -130,8 +130,10 @@ def test_a_collection_of_metrics(play):
             return self.loss(batch)
 
     made, inputs = play(Collects()), make_data(18).tensors[0]
-    found = {name: made.callback_metrics[name].item() for name in ("low", "high", "all")}
-    assert found == pytest.approx({"low": inputs.min().item(), "high": inputs.max().item(), "all": inputs.sum().item()})
+    values = {name: made.callback_metrics[name].item() for name in ("low", "high", "all")}
+    assert values == pytest.approx(
+        {"low": inputs.min().item(), "high": inputs.max().item(), "all": inputs.sum().item()}
+    )
 
 
 def test_a_metric_of_two_stages_is_warned_of(play, caplog):
@@ -141,9 +143,9 @@ def test_a_metric_of_two_stages_is_warned_of(play, caplog):
             self.log("val", self.accuracy)
 
     play(Shares())
-    told = [one.getMessage() for one in caplog.records if "same BinaryAccuracy" in one.getMessage()]
-    assert len(told) == 1
-    assert "is logged in train and in validation" in told[0]
+    messages = [record.getMessage() for record in caplog.records if "same BinaryAccuracy" in record.getMessage()]
+    assert len(messages) == 1
+    assert "is logged in train and in validation" in messages[0]
 
 
 def test_a_metric_of_several_numbers_says_how_to_log_it(play):
@@ -212,22 +214,22 @@ def correlate(folder, processes=1, resume=None, save_to=None, **options):
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_a_metric_without_reduction_goes_on_in_the_middle_of_an_epoch(tmp_path, replicas, reproducible):
     options = {"replicas": replicas, "reproducible": reproducible}
-    whole = correlate(tmp_path, **options)
-    assert whole.keys() >= {"correlation 0", "correlation 1", "validated 1", "mean 1"}
+    uninterrupted = correlate(tmp_path, **options)
+    assert uninterrupted.keys() >= {"correlation 0", "correlation 1", "validated 1", "mean 1"}
     for stop in (1, 2, 4):
         correlate(tmp_path, save_to=tmp_path / f"{stop}", max_steps=stop, **options)
-        found = correlate(tmp_path, resume=tmp_path / f"{stop}", **options)
-        assert found == {name: whole[name] for name in found}
-        assert "correlation 1" in found
+        resumed = correlate(tmp_path, resume=tmp_path / f"{stop}", **options)
+        assert resumed == {name: uninterrupted[name] for name in resumed}
+        assert "correlation 1" in resumed
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("before", "after", "replicas"), [(2, 1, 2), (1, 2, 2), (2, 2, 4)])
 def test_a_metric_without_reduction_goes_on_with_other_processes(tmp_path, before, after, replicas):
     """Also in the epochs after: what swaps states for the sake of the resumed epoch does so no longer."""
-    whole = correlate(tmp_path, replicas=replicas, processes=before)
+    uninterrupted = correlate(tmp_path, replicas=replicas, processes=before)
     correlate(tmp_path, before, save_to=tmp_path / "stopped", max_steps=1, replicas=replicas)
-    assert correlate(tmp_path, after, tmp_path / "stopped") == pytest.approx(whole, rel=1e-4)
+    assert correlate(tmp_path, after, tmp_path / "stopped") == pytest.approx(uninterrupted, rel=1e-4)
 
 
 # --- states reduced by "mean" -----------------------------------------------------------------------------------------
@@ -275,8 +277,8 @@ def test_a_mean_over_ranks_counts_updates_and_not_ranks(reproducible):
     options = {"reproducible": reproducible, "replicas": 2}
     expected = measure_means((1, 2, 3, 5), **options)
     assert expected == pytest.approx([3.0, 4.5, 6.0, 9.0])
-    found = run_workers(lambda: measure_means((1, 2, 3, 5), strategy="ddp", devices=2, **options), 2)
-    assert found == pytest.approx(expected)
+    means = run_workers(lambda: measure_means((1, 2, 3, 5), strategy="ddp", devices=2, **options), 2)
+    assert means == pytest.approx(expected)
 
 
 class Composed(Tiny):
@@ -285,20 +287,20 @@ class Composed(Tiny):
     def __init__(self):
         super().__init__()
         self.mean, self.total, self.running = torchmetrics.MeanMetric(), torchmetrics.SumMetric(), Running()
-        self.both, self.twice = self.mean + self.total, self.running * 2
+        self.summed, self.twice = self.mean + self.total, self.running * 2
 
     def validation_step(self, batch, batch_idx):
         for metric in (self.mean, self.total, self.running):
             metric.update(batch[0].sum())
-        self.log_dict({"both": self.both, "mean": self.mean, "twice": self.twice})
+        self.log_dict({"both": self.summed, "mean": self.mean, "twice": self.twice})
 
 
 def measure_composed(**options):
-    made, found = make_trainer("unused", **options), []
+    made, measured = make_trainer("unused", **options), []
     for count in (1, 3):
         loader = torch.utils.data.DataLoader([(torch.tensor([float(i)]), 0) for i in range(1, count + 1)], 1)
-        found.append(made.validate(Composed(), loader, verbose=False)[0])
-    return found
+        measured.append(made.validate(Composed(), loader, verbose=False)[0])
+    return measured
 
 
 @pytest.mark.slow
@@ -329,9 +331,9 @@ def test_an_epoch_that_a_fit_ended_within_is_not_in_the_next_fit_but_in_a_checkp
     cut = trainer(max_steps=2)
     cut.fit(task, loader)
     cut.save_checkpoint(tmp_path / "cut")
-    whole = trainer(max_epochs=1)
-    whole.fit(task, loader)
-    assert float(whole.callback_metrics["mean"]) == 3.5
+    full = trainer(max_epochs=1)
+    full.fit(task, loader)
+    assert float(full.callback_metrics["mean"]) == 3.5
     resumed = trainer(max_epochs=1)
     resumed.fit(Mean(), loader, resume=tmp_path / "cut")
     assert float(resumed.callback_metrics["mean"]) == 3.5

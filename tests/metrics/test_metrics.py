@@ -88,9 +88,11 @@ def test_a_run_shorter_than_the_interval_says_so(play, caplog):
         play(Says(logs()), log_every_n_steps=50, max_epochs=3)
         play(Says(logs()), log_every_n_steps=5, max_epochs=3)
         play(Says(logs()), log_every_n_steps=50, max_epochs=-1, max_steps=50)
-    said = [record.message for record in caplog.records if "log_every_n_steps" in record.message]
-    assert len(said) == 1
-    assert said[0].startswith("The run has 15 steps, fewer than log_every_n_steps=50, so only its last step is logged")
+    messages = [record.message for record in caplog.records if "log_every_n_steps" in record.message]
+    assert len(messages) == 1
+    assert messages[0].startswith(
+        "The run has 15 steps, fewer than log_every_n_steps=50, so only its last step is logged"
+    )
 
 
 def test_a_value_that_is_not_of_the_newest_step_is_not_its_point(play):
@@ -208,8 +210,8 @@ def test_the_epoch_mean_of_the_loss_is_the_mean_over_samples(play):
     task = Still()
     made = play(task)
     with torch.no_grad():
-        whole = task.loss(make_data(18).tensors).item()
-    assert made.memory.of("loss") == [(5, pytest.approx(whole, rel=1e-6))]
+        mean_loss = task.loss(make_data(18).tensors).item()
+    assert made.memory.of("loss") == [(5, pytest.approx(mean_loss, rel=1e-6))]
 
 
 @pytest.mark.slow
@@ -324,9 +326,9 @@ def test_one_name_for_steps_and_for_the_epochs_own_value_is_two_series(play):
     task = Says(logs())
     task.on_train_epoch_end = lambda: task.log("x", 7.0)
     made = play(task, log_every_n_steps=1)
-    *steps, own = made.memory.of("x")
+    *steps, epoch_point = made.memory.of("x")
     assert [value for _, value in steps] == [0.0, 1.0, 2.0, 3.0, 4.0]
-    assert own == (5, 7.0)
+    assert epoch_point == (5, 7.0)
     assert made.callback_metrics["x"] == 7.0
 
 

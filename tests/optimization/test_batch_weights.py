@@ -48,17 +48,19 @@ class TwoLosses(Words):
 
     def __init__(self):
         super().__init__()
-        self.other = nn.Sequential(nn.Embedding(WORDS, 4), nn.Linear(4, WORDS))
+        self.second_model = nn.Sequential(nn.Embedding(WORDS, 4), nn.Linear(4, WORDS))
 
     def losses(self, batch, reduction="mean"):
-        other = nn.functional.cross_entropy(self.other(batch[0]).transpose(1, 2), batch[1], reduction=reduction)
-        return [self.loss(batch, reduction), other]
+        second_loss = nn.functional.cross_entropy(
+            self.second_model(batch[0]).transpose(1, 2), batch[1], reduction=reduction
+        )
+        return [self.loss(batch, reduction), second_loss]
 
     def training_step(self, batch, batch_idx):
         return {"loss": self.losses(batch), "weight": int((batch[1] != -100).sum())}
 
     def configure_optimizers(self):
-        return [torch.optim.SGD(part.parameters(), lr=0.5) for part in (self.model, self.other)]
+        return [torch.optim.SGD(model.parameters(), lr=0.5) for model in (self.model, self.second_model)]
 
 
 def flat(task):

@@ -55,13 +55,13 @@ def train(task, samples=24, batch_size=4, **options):
 def cases():
     """Everything that needs two processes, in the two of one start."""
     torch.set_num_threads(1)
-    found = {"plain": train(Images()), "uneven": train(Images(), samples=28), "apart": train(Images())}
-    found["cumulative"] = train(Images(momentum=None))
-    found["not followed"] = train(Images(track_running_stats=False, affine=False))
-    found["own forward"] = train(Images(norm=Halved))
-    found["zero1"] = train(Images(), strategy="zero1")
-    found["half"] = train(Images(), precision="bf16-mixed")
-    found["apart"] = train(Images(), sync_batchnorm=False)
+    weights = {"plain": train(Images()), "uneven": train(Images(), samples=28), "apart": train(Images())}
+    weights["cumulative"] = train(Images(momentum=None))
+    weights["not followed"] = train(Images(track_running_stats=False, affine=False))
+    weights["own forward"] = train(Images(norm=Halved))
+    weights["zero1"] = train(Images(), strategy="zero1")
+    weights["half"] = train(Images(), precision="bf16-mixed")
+    weights["apart"] = train(Images(), sync_batchnorm=False)
     refused = {}
     for name, options in {
         "turns": {"replicas": 4},
@@ -71,11 +71,11 @@ def cases():
         with pytest.raises(ConfigError) as caught:
             train(Images(), **options)
         refused[name] = str(caught.value)
-    return found, refused
+    return weights, refused
 
 
 @pytest.fixture(scope="module")
-def found():
+def results():
     return run_workers(cases, 2, threads=1)
 
 
@@ -94,25 +94,25 @@ def in_one(samples=24, **options):
         ("own forward", {"norm": Halved}),
     ],
 )
-def test_two_processes_normalise_as_one_with_both_batches(found, name, options):
-    assert torch.allclose(found[0][name], in_one(**options), rtol=0, atol=2e-6)
+def test_two_processes_normalise_as_one_with_both_batches(results, name, options):
+    assert torch.allclose(results[0][name], in_one(**options), rtol=0, atol=2e-6)
     if not options:
-        assert not torch.allclose(found[0]["apart"], in_one(), rtol=0, atol=1e-3)
+        assert not torch.allclose(results[0]["apart"], in_one(), rtol=0, atol=1e-3)
 
 
 @pytest.mark.slow
-def test_a_round_that_is_not_whole_is_left_out_and_half_precision_works(found):
+def test_a_round_that_is_not_whole_is_left_out_and_half_precision_works(results):
     """The last four of 28 samples are one replica's, whose process would wait for the other in its forward."""
-    assert torch.equal(found[0]["uneven"], found[0]["plain"])
-    assert torch.allclose(found[0]["half"], found[0]["plain"], rtol=0, atol=0.05)
+    assert torch.equal(results[0]["uneven"], results[0]["plain"])
+    assert torch.allclose(results[0]["half"], results[0]["plain"], rtol=0, atol=0.05)
 
 
 @pytest.mark.slow
-def test_what_cannot_be_synchronized_is_refused(found, refused):
-    said = found[1]
-    assert "4 replicas on 2 processes. Start 4 processes under strategy ddp, or start a new run" in said["turns"]
-    assert "Set reproducible: order, or leave" in said["bitwise"]
-    assert "strategy 'fsdp' cannot do this. Use ddp, zero1 or" in said["elsewhere"]
+def test_what_cannot_be_synchronized_is_refused(results, refused):
+    messages = results[1]
+    assert "4 replicas on 2 processes. Start 4 processes under strategy ddp, or start a new run" in messages["turns"]
+    assert "Set reproducible: order, or leave" in messages["bitwise"]
+    assert "strategy 'fsdp' cannot do this. Use ddp, zero1 or" in messages["elsewhere"]
     message = refused(ConfigError, Net(norm=True), sync_batchnorm=True, replicas=2)
     assert "2 replicas on 1 process. Start 2 processes" in message
 
@@ -133,8 +133,8 @@ def test_on_cuda_it_is_torchs_own(tmp_path):
         task, plain = Net(norm=True).cuda(), Net(norm=True).cuda()
         undo = synchronize(task, torch.device("cuda"), dist.group.WORLD)
         batch = [tensor[:8].cuda() for tensor in DATA.tensors]
-        for one in (task, plain):
-            one.loss(batch).backward()
+        for net in (task, plain):
+            net.loss(batch).backward()
         assert isinstance(task.body[1], nn.SyncBatchNorm)
         undo()
         assert type(task.body[1]) is nn.BatchNorm1d
@@ -208,12 +208,12 @@ def test_a_smaller_last_batch_and_sequences_of_many_lengths_compile_once_more(tr
 
 
 def test_compile_options_that_are_none_are_refused(refused):
-    said = refused(ConfigError, Deep(), loader(8), compile={"blocks": ["Blok"]})
-    assert "trainer.compile.blocks: Deep has no module of class 'Blok'. Did you mean 'Block'?" in said
-    said = refused(ConfigError, Deep(), loader(8), compile={"block": ["Block"]})
-    assert "trainer.compile has no option 'block'. Did you mean 'blocks'?" in said
-    said = refused(ConfigError, Deep(), make_loader(8), compile={"backed": "eager"})
-    assert "Did you mean 'backend'?" in said
+    message = refused(ConfigError, Deep(), loader(8), compile={"blocks": ["Blok"]})
+    assert "trainer.compile.blocks: Deep has no module of class 'Blok'. Did you mean 'Block'?" in message
+    message = refused(ConfigError, Deep(), loader(8), compile={"block": ["Block"]})
+    assert "trainer.compile has no option 'block'. Did you mean 'blocks'?" in message
+    message = refused(ConfigError, Deep(), make_loader(8), compile={"backed": "eager"})
+    assert "Did you mean 'backend'?" in message
 
 
 class Stack(Tiny):

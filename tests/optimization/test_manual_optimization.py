@@ -114,9 +114,9 @@ def test_manual_backward_fires_the_hooks_and_uses_an_own_backward(trainer):
 def test_a_scheduler_is_made_of_the_optimizer_that_a_step_is_given(trainer):
     class Warm(Stepping):
         def on_train_start(self):
-            given = self.optimizers()
-            assert isinstance(given, SGD)
-            self.scheduler = StepLR(given, 1, gamma=0.5)
+            optimizer = self.optimizers()
+            assert isinstance(optimizer, SGD)
+            self.scheduler = StepLR(optimizer, 1, gamma=0.5)
 
         def training_step(self, batch, batch_idx):
             super().training_step(batch, batch_idx)

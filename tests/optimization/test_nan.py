@@ -63,9 +63,9 @@ def test_the_error_names_parameters_and_gradients(trainer):
 
     with pytest.raises(NonFiniteError) as caught:
         fit(trainer(log_every_n_steps=2), Sees(batches=[1]))
-    said = str(caught.value)
-    assert "4 of 4 parameters (model.0.weight, model.0.bias, model.2.weight, model.2.bias)" in said
-    assert "4 of 4 gradients" in said
+    message = str(caught.value)
+    assert "4 of 4 parameters (model.0.weight, model.0.bias, model.2.weight, model.2.bias)" in message
+    assert "4 of 4 gradients" in message
 
 
 class Logarithm(nn.Module):
@@ -76,10 +76,10 @@ class Logarithm(nn.Module):
 def test_the_error_names_the_first_module_whose_output_is_not_finite(trainer):
     task = Tiny()
     task.model.insert(2, Logarithm())
-    said = (
+    pattern = (
         r"first non-finite output is that of model\.2 \(Logarithm\), from finite input\. Not finite: \d of 4 gradients"
     )
-    with pytest.raises(NonFiniteError, match=said):
+    with pytest.raises(NonFiniteError, match=pattern):
         fit(trainer(), task)
 
 

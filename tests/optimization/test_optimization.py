@@ -182,11 +182,11 @@ def test_own_backward_gets_every_loss(trainer):
     assert_same_bits(task, two_by_hand(Two(), list(make_loader(20))))
 
 
-@pytest.mark.parametrize("found", [lambda losses: losses[:1], lambda losses: [*losses, *losses]])
-def test_one_loss_for_each_optimizer(trainer, found):
+@pytest.mark.parametrize("choose", [lambda losses: losses[:1], lambda losses: [*losses, *losses]])
+def test_one_loss_for_each_optimizer(trainer, choose):
     class Wrong(Two):
         def training_step(self, batch, batch_idx):
-            return found(self.losses(batch))
+            return choose(self.losses(batch))
 
     with pytest.raises(TaskError, match="losses for 2 optimizers"):
         trainer().fit(Wrong(), make_loader())

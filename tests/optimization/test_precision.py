@@ -83,14 +83,14 @@ def test_every_precision_trains_bit_for_bit_like_the_loop_written_by_hand(name, 
     ours, theirs = make_model(), make_model()
     losses = train_with(Precision(name, "cpu"), ours, batches, accumulate)
     expected = train_by_hand(name, theirs, batches, accumulate)
-    assert all(torch.equal(loss, other) for loss, other in zip(losses, expected, strict=True))
-    for (key, value), other in zip(ours.state_dict().items(), theirs.state_dict().values(), strict=True):
-        assert torch.equal(value, other), key
-        assert value.dtype == other.dtype
+    assert all(torch.equal(loss, expected_loss) for loss, expected_loss in zip(losses, expected, strict=True))
+    for (key, value), expected_value in zip(ours.state_dict().items(), theirs.state_dict().values(), strict=True):
+        assert torch.equal(value, expected_value), key
+        assert value.dtype == expected_value.dtype
 
 
 @pytest.mark.parametrize(
-    ("given", "name"),
+    ("precision", "name"),
     [
         (32, "32-true"),
         ("32", "32-true"),
@@ -104,8 +104,8 @@ def test_every_precision_trains_bit_for_bit_like_the_loop_written_by_hand(name, 
         ("16-true", "16-true"),
     ],
 )
-def test_short_and_long_names(given, name):
-    assert Precision(given, "cpu").name == name
+def test_short_and_long_names(precision, name):
+    assert Precision(precision, "cpu").name == name
 
 
 def test_what_a_device_cannot_do_is_said():
@@ -220,10 +220,10 @@ def test_the_scalers_state_goes_round():
             train_with(precision, model, [batch])
         return precision.state_dict(), model.state_dict()
 
-    (straight, weights), (resumed, other) = run(None), run(3)
+    (straight, weights), (resumed, resumed_weights) = run(None), run(3)
     assert resumed == straight
     assert straight["scale"] != 65536
-    assert all(torch.equal(weights[name], other[name]) for name in weights)
+    assert all(torch.equal(weights[name], resumed_weights[name]) for name in weights)
 
 
 def test_a_run_may_go_on_in_another_precision():

@@ -27,7 +27,7 @@ KINDS = (Noisy, NoisyGradients, NoisyWeights, NoisySteps, NoisyEvaluation)
 def results(tmp_path_factory):
     """What `Ranks` gathered, by number of processes and (task, reproducible)."""
     folder = tmp_path_factory.mktemp("random")
-    found = {}
+    gathered = {}
     for processes in (1, 2, 3):
         cases = {
             (kind.__name__, reproducible): partial(
@@ -42,7 +42,7 @@ def results(tmp_path_factory):
             for reproducible in ("order", "bitwise")
         }
         if processes == 1:
-            found[1] = {name: case() for name, case in cases.items()}
+            gathered[1] = {name: case() for name, case in cases.items()}
         else:
             manual = {"devices": processes, "strategy": "ddp", "replicas": processes}
             cases["manual"] = partial(train, NoisyManual(), folder / "manual", **manual)
@@ -51,8 +51,8 @@ def results(tmp_path_factory):
                 train, Noisy(), folder, devices=processes, strategy="zero1", reproducible="bitwise"
             )
             cases["fsdp"] = partial(train, NoiseAlone(), folder, max_steps=1, devices=processes, strategy="fsdp")
-            found[processes] = run_cases(cases, processes, folder / f"cases {processes}")
-    return found
+            gathered[processes] = run_cases(cases, processes, folder / f"cases {processes}")
+    return gathered
 
 
 @pytest.mark.slow
@@ -78,7 +78,7 @@ def test_manual_updates_draw_alike_and_their_replicas_do_not(results, processes)
     for rank in range(1, processes):
         assert largest_difference(ranks.weights[0], ranks.weights[rank]) == 0.0
         for mine, theirs in zip(ranks.drawn[0], ranks.drawn[rank], strict=True):
-            assert all(one != other for one, other in zip(mine, theirs, strict=True))
+            assert all(first != second for first, second in zip(mine, theirs, strict=True))
     draws = [value for replica in ranks.drawn for call in replica for value in call]
     assert len(set(draws)) == len(draws)
 
@@ -107,10 +107,10 @@ def test_a_resume_draws_what_the_whole_run_does(tmp_path, kind):
     options = {"replicas": 1} if kind is NoisyManual else {}
     folder = tmp_path / "whole"
     checkpoints = lg.callbacks.Checkpoint(every_n_train_steps=1, save_top_k=-1)
-    whole = train(kind(), folder, callbacks=[checkpoints], enable_checkpointing=True, **options)
+    uninterrupted = train(kind(), folder, callbacks=[checkpoints], enable_checkpointing=True, **options)
     for step in (3, 7):
         task = kind()
         task.noised = step
         checkpoint = next(folder.rglob(f"checkpoints/step-{step:08d}"))
         resumed = train(task, tmp_path, checkpoint=checkpoint, **options)
-        assert largest_difference(whole.weights[0], resumed.weights[0]) == 0.0
+        assert largest_difference(uninterrupted.weights[0], resumed.weights[0]) == 0.0

@@ -25,17 +25,17 @@ def test_loader_options_change_who_loads_and_not_what() -> None:
             self.seen = source.sibling.num_workers, source.sibling.persistent_workers, source.sibling.prefetch_factor
 
     seen = []
-    for given, options in (
+    for arguments, options in (
         ({}, None),
         ({}, {"num_workers": 1, "persistent_workers": True, "prefetch_factor": 3}),
         ({"num_workers": 1, "prefetch_factor": 4, "timeout": 9}, {"num_workers": 0}),
     ):
         task, workers = Tiny(), Workers()
         trainer = lg.Trainer(max_epochs=2, loader=options, callbacks=[workers], **QUIET)
-        trainer.fit(task, data(**given))
+        trainer.fit(task, data(**arguments))
         seen.append((workers.seen, torch.cat(task.seen)))
-    assert [one for one, _ in seen] == [(0, False, None), (1, True, 3), (0, False, None)]
-    assert all(torch.equal(seen[0][1], one) for _, one in seen)
+    assert [settings for settings, _ in seen] == [(0, False, None), (1, True, 3), (0, False, None)]
+    assert all(torch.equal(seen[0][1], samples) for _, samples in seen)
 
 
 def test_an_unknown_loader_option_is_refused() -> None:
