@@ -296,7 +296,7 @@ GROUP = "optimizers.0.groups.0."
 
 
 @pytest.mark.parametrize(
-    ("scheduler", "now", "said"),
+    ("scheduler", "now", "differences"),
     [
         (None, {"lr": 0.1, "momentum": 0.9}, None),
         (None, {"lr": 0.2, "momentum": 0.5}, f"{GROUP}lr=0.1 (not 0.2), {GROUP}momentum=0.9 (not 0.5)."),
@@ -304,15 +304,17 @@ GROUP = "optimizers.0.groups.0."
         (halving, {"lr": 0.2, "momentum": 0.9}, f"{GROUP}lr=0.1 (not 0.2)."),
     ],
 )  # fmt: skip
-def test_settings_that_an_optimizer_does_not_go_on_with_are_told(trainer, tmp_path, caplog, scheduler, now, said):
+def test_settings_that_an_optimizer_does_not_go_on_with_are_told(
+    trainer, tmp_path, caplog, scheduler, now, differences
+):
     first = trainer()
     first.fit(Rated(scheduler, lr=0.1, momentum=0.9), make_loader())
     first.save_checkpoint(tmp_path / "first")
     caplog.clear()
     trainer(max_epochs=2).fit(Rated(scheduler, **now), make_loader(), resume=tmp_path / "first")
     warnings = [message for message in caplog.messages if "with settings that differ" in message]
-    assert len(warnings) == (said is not None)
-    assert said is None or f"Values from the checkpoint: {said}" in warnings[0]
+    assert len(warnings) == (differences is not None)
+    assert differences is None or f"Values from the checkpoint: {differences}" in warnings[0]
 
 
 class Counts(torch.nn.Linear):

@@ -107,7 +107,7 @@ def test_a_data_module_keeps_its_state(tmp_path):
     class Data(lg.DataModule):
         def __init__(self):
             super().__init__()
-            self.told = []
+            self.saved_steps = []
 
         def train_dataloader(self):
             return loaders()[0]
@@ -116,10 +116,10 @@ def test_a_data_module_keeps_its_state(tmp_path):
             return loaders()[1]
 
         def state_dict(self):
-            return {"told": [*self.told, self.trainer.global_step]}
+            return {"saved_steps": [*self.saved_steps, self.trainer.global_step]}
 
         def load_state_dict(self, state_dict):
-            self.told = state_dict["told"]
+            self.saved_steps = state_dict["saved_steps"]
 
     def run(data, **arguments):
         trainer = make_trainer(tmp_path, **arguments)
@@ -128,7 +128,7 @@ def test_a_data_module_keeps_its_state(tmp_path):
     run(Data(), max_steps=3)
     data = Data()
     run(data, max_steps=4)
-    assert data.told == [3]
+    assert data.saved_steps == [3]
 
 
 # --- samplers of samplers -------------------------------------------------------------------------------------------

@@ -57,7 +57,7 @@ class Run:
         return trainer
 
     @property
-    def told(self):
+    def message(self):
         """The message about changed settings, or None."""
         resumes = [message for message in self.caplog.messages if message.startswith(TOLD)]
         assert len(resumes) < 2
@@ -113,14 +113,14 @@ def test_other_samples_in_a_step_are_refused_within_an_epoch_and_listed_at_its_e
     assert trainer.run_dir == first.run_dir
     assert trainer.current_epoch == 2
     assert trainer.global_step == 4 + len(run.task.seen) // now.get("accumulate_grad_batches", 1)
-    assert all(text in run.told for text in [*expected, "epoch 0 ends here, after 4 steps"])
+    assert all(text in run.message for text in [*expected, "epoch 0 ends here, after 4 steps"])
     # nothing has changed since then
     run(Task(), resume_at="epoch", **now)
-    assert run.told is None
+    assert run.message is None
     # at the end of an epoch it is listed
     run(Task(), max_epochs=4, **before)
-    assert "New values that change the samples of a step" in run.told
-    assert "ends here" not in run.told
+    assert "New values that change the samples of a step" in run.message
+    assert "ends here" not in run.message
 
 
 def test_the_epoch_that_ends_early_has_its_end(run):
@@ -173,8 +173,8 @@ def test_a_path_begins_a_new_run_whose_epoch_ends_where_samples_differ(run):
     path = first.checkpoint_callback.last_model_path
     trainer = run(loader=shuffled(batch_size=15), resume=path, max_epochs=2)
     assert trainer.run_dir != first.run_dir
-    assert "batch_size: 10 -> 15" in run.told
-    assert "epoch 0 ends here" in run.told
+    assert "batch_size: 10 -> 15" in run.message
+    assert "epoch 0 ends here" in run.message
     assert (trainer.global_step, len(run.task.seen)) == (10, 6)
 
 
@@ -184,7 +184,7 @@ def test_it_works_under_bitwise_too(run):
     with pytest.raises(ConfigError, match="batch_size: 10 -> 15"):
         run(loader=shuffled(batch_size=15), **settings)
     run(loader=shuffled(batch_size=15), resume_at="epoch", **settings)
-    assert "batch_size: 10 -> 15" in run.told
+    assert "batch_size: 10 -> 15" in run.message
 
 
 # --- what merely changes the training ---------------------------------------------------------------------------------
@@ -247,15 +247,15 @@ def test_what_changes_the_training_is_listed_once_and_refused_by_bitwise(run, na
     before, now, expected = TRAINING[name]
     run(max_steps=4, **with_task(before))
     run(max_steps=6, **with_task(before))
-    assert run.told is None
+    assert run.message is None
     run(max_steps=8, **with_task(now))
-    assert expected in run.told
-    listed = run.told
+    assert expected in run.message
+    listed = run.message
     run(max_steps=9, **with_task(now))
     if "Values from the checkpoint" in expected:
-        assert run.told == listed  # it still does not count
+        assert run.message == listed  # it still does not count
     else:
-        assert run.told is None
+        assert run.message is None
 
 
 @pytest.mark.parametrize("name", sorted(TRAINING.keys() - {"kernels"}))  # with bitwise they are deterministic anyway
@@ -268,9 +268,9 @@ def test_bitwise_refuses_what_changes_the_training(run, name):
     assert len(message.splitlines()) <= 6
     assert expected.removeprefix("Values from the checkpoint: ").split("=")[0] in message
     run(max_steps=5, **with_task(now))
-    assert "reproducible: bitwise -> order" in run.told
+    assert "reproducible: bitwise -> order" in run.message
     run(max_steps=6, reproducible="bitwise", **with_task(now))
-    assert "reproducible: order -> bitwise" in run.told
+    assert "reproducible: order -> bitwise" in run.message
 
 
 def test_flags_of_kernels_are_compared(run):
@@ -280,14 +280,14 @@ def test_flags_of_kernels_are_compared(run):
         run(max_steps=5)
     finally:
         torch.backends.cuda.enable_flash_sdp(True)
-    assert "flash_attention: True -> False" in run.told
+    assert "flash_attention: True -> False" in run.message
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     try:
         run(max_steps=6)
     finally:
         torch.set_float32_matmul_precision(precision)
-    assert "matmul_precision: highest -> high" in run.told
+    assert "matmul_precision: highest -> high" in run.message
 
 
 # --- learning rate schedules ------------------------------------------------------------------------------------------
@@ -302,11 +302,11 @@ def test_a_run_that_is_made_longer_follows_the_schedule_of_its_new_length(run, m
     """As if the run had this length from the start; the message has the old and the new rate."""
     run(Rated(make(18)), max_steps=at, max_epochs=4)
     run(Rated(make(36)), max_epochs=4)
-    rates, told = run.task.rates, run.told
+    rates, message = run.task.rates, run.message
     reference = Rated(make(36))
     make_trainer(run.folder / "whole", max_epochs=4).fit(reference, shuffled())
     assert rates == pytest.approx(reference.rates[at:], rel=1e-6)
-    was, now = re.search(r"learning rate: (\S+) -> ([^,. ]+\.?[^,. ]*)", told).groups()
+    was, now = re.search(r"learning rate: (\S+) -> ([^,. ]+\.?[^,. ]*)", message).groups()
     assert float(now) == pytest.approx(rates[0])
     assert float(was) != pytest.approx(rates[0])
 
@@ -329,11 +329,11 @@ def test_what_cannot_be_replayed_goes_on_with_its_new_settings(run):
     first = run(Task(plateau(1000)), max_steps=6)
     best = first.lr_scheduler_configs[0].scheduler.best
     again = run(Task(plateau(2000)), max_steps=6)
-    assert "schedulers.0.state.patience: 1000 -> 2000" in run.told
+    assert "schedulers.0.state.patience: 1000 -> 2000" in run.message
     scheduler = again.lr_scheduler_configs[0].scheduler
     assert (scheduler.patience, scheduler.best) == (2000, best)
     run(Rated(cosine(20)), max_steps=7)
-    assert "ReduceLROnPlateau -> CosineAnnealingLR" in run.told
+    assert "ReduceLROnPlateau -> CosineAnnealingLR" in run.message
     with pytest.raises(
         CheckpointError, match="scheduler is CosineAnnealingLR, but the task now returns ReduceLROnPlateau"
     ):
@@ -360,7 +360,7 @@ class Equal(Rated):
 
 def grouped(backwards, names=("weight", "bias")):
     def order(task):
-        groups = [[one for name, one in task.named_parameters() if name.endswith(end)] for end in names]
+        groups = [[parameter for name, parameter in task.named_parameters() if name.endswith(end)] for end in names]
         if backwards:
             groups = [group[::-1] for group in groups[::-1]]
         return [{"params": group, "weight_decay": 0.1 * len(group[0].shape)} for group in groups]
@@ -377,8 +377,8 @@ def grouped(backwards, names=("weight", "bias")):
 def test_reordered_parameters_are_matched_by_name(run, was, now):
     run(Equal(was), max_steps=4)
     run(Equal(now), max_steps=9)
-    assert "optimizers.0.params: saved order -> matched by name" in run.told
-    assert "weight_decay" not in run.told
+    assert "optimizers.0.params: saved order -> matched by name" in run.message
+    assert "weight_decay" not in run.message
     reference = Equal(was)
     make_trainer(run.folder / "whole", max_steps=9).fit(reference, shuffled())
     for ours, theirs in zip(run.task.parameters(), reference.parameters(), strict=True):

@@ -39,7 +39,7 @@ class Hundred(lg.Task):
             self.seldom, self.never = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
             self.table = nn.Embedding(9, 4, sparse=sparse)
             self.rare_table = nn.Embedding(9, 4, sparse=sparse)
-        self.counts, self.gradients, self.own = [], [], []
+        self.counts, self.gradients = [], []
 
     def loss(self, rows, rank):
         loss = sum((rows @ weight).square().mean() * (index % 7 - 3) for index, weight in enumerate(self.many))

@@ -89,9 +89,9 @@ CASES = {
     "replicas that do not go round": (Net, {"strategy": "ddp", "replicas": 1}, "more"),
     "servers alone": (Net, named("ddp_rpc", servers=2), "2 processes - 2 servers = 0"),
     **{
-        f"{what} under {strategy}": (task, {"strategy": strategy, "resume": "other"}, message)
+        f"{kind} under {strategy}": (task, {"strategy": strategy, "resume": "other"}, message)
         for strategy in ("ddp", "zero1", "fsdp")
-        for what, task, message in (
+        for kind, task, message in (
             ("other shapes", Narrow, "head.weight: (3, 8) in the checkpoint, (5, 8) in the task"),
             ("other names", Renamed, "it lacks haed.bias, haed.weight; it has unknown head.bias, head.weight"),
         )

@@ -72,8 +72,8 @@ class Scheduled(GPT):
 
     def configure_optimizers(self):
         matrices = [parameter for parameter in self.parameters() if parameter.ndim > 1]
-        others = [parameter for parameter in self.parameters() if parameter.ndim < 2]
-        groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others}]
+        vectors = [parameter for parameter in self.parameters() if parameter.ndim < 2]
+        groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors}]
         optimizer = torch.optim.AdamW(groups, lr=0.01, eps=1e-3)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}

@@ -312,7 +312,7 @@ def test_bitwise_refuses_other_micro_batches(tmp_path):
 class Unsaid(Chain):
     def __init__(self):
         super().__init__()
-        self.other = nn.Linear(1, 1)
+        self.head = nn.Linear(1, 1)
 
 
 class Tied(Chain):

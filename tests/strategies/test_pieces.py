@@ -97,8 +97,8 @@ def test_combine_inverts_split(samples, devices, shape):
 
 
 def test_outputs_that_differ_are_refused():
-    for outputs, what in (([1.0, "a"], "types"), ([{"a": 1.0}, {"b": 1.0}], "keys")):
-        with pytest.raises(TaskError, match=f"outputs with different {what}"):
+    for outputs, difference in (([1.0, "a"], "types"), ([{"a": 1.0}, {"b": 1.0}], "keys")):
+        with pytest.raises(TaskError, match=f"outputs with different {difference}"):
             combine(outputs, [1, 1], CPU)
     with pytest.raises(TaskError, match="outputs with different lengths"):
         combine([[torch.ones(1)], [torch.ones(1)] * 2], [1, 1], CPU)

@@ -314,11 +314,11 @@ def test_a_process_holds_only_its_stage():
 
         def on_train_end(self):
             held = {parameter.untyped_storage().nbytes() for parameter in self.parameters()}
-            own = sum(held_by.untyped_storage().nbytes() for held_by in self.parameters())
+            held_bytes = sum(held_by.untyped_storage().nbytes() for held_by in self.parameters())
             assert 4 in held  # a single number for parameters of another stage
-            sizes = self.trainer.strategy.collectives.gather_objects(own)
-            whole = sum(parameter.numel() * 4 for parameter in self.parameters())
-            assert sum(sizes) == pytest.approx(whole, rel=0.01)
+            sizes = self.trainer.strategy.collectives.gather_objects(held_bytes)
+            total_bytes = sum(parameter.numel() * 4 for parameter in self.parameters())
+            assert sum(sizes) == pytest.approx(total_bytes, rel=0.01)
             states = self.trainer.optimizers[0].state
             assert {parameter.untyped_storage().nbytes() > 4 for parameter in states} == {True}
 
@@ -389,7 +389,7 @@ class Fails(Chain):
 class Unsaid(Chain):
     def __init__(self):
         super().__init__()
-        self.other = nn.Linear(1, 1)
+        self.head = nn.Linear(1, 1)
 
 
 class Several(Chain):

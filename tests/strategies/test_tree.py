@@ -175,13 +175,15 @@ def reduce_all(processes):
         for replicas, last, elements, early in CASES:
             if replicas >= processes:
                 layout = Layout(replicas, processes)
-                own = reduce_by_tree(layout, place.rank, last, elements, early)
+                sums = reduce_by_tree(layout, place.rank, last, elements, early)
                 every = [None] * processes
-                dist.all_gather_object(every, own)
+                dist.all_gather_object(every, sums)
                 assert all(
-                    is_same(actual, expected) for other in every for actual, expected in zip(own, other, strict=True)
+                    is_same(actual, expected)
+                    for rank_sums in every
+                    for actual, expected in zip(sums, rank_sums, strict=True)
                 )
-                results[replicas, last, elements, early] = own
+                results[replicas, last, elements, early] = sums
         messages = late_gradients(place.rank) if processes == 2 else []
         return results, messages, count_bytes(place.rank, processes)
     finally:

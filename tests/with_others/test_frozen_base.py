@@ -71,15 +71,15 @@ def fit(folder, make_task, loader, epochs, resume=None, **options):
 @pytest.mark.parametrize("layout", [{"replicas": 2}, TWO], ids=["one", "two"])
 def test_a_quantized_base_is_saved_and_resumed_exactly(tmp_path, layout):
     loader = samples()
-    whole, _ = fit(tmp_path / "whole", Quantized, loader, 4, **layout)
+    uninterrupted, _ = fit(tmp_path / "whole", Quantized, loader, 4, **layout)
     first, path = fit(tmp_path / "cut", Quantized, loader, 2, **layout)
     second, _ = fit(tmp_path / "cut", Quantized, loader, 4, path, **layout)
-    assert torch.equal(second.head.weight, whole.head.weight)
+    assert torch.equal(second.head.weight, uninterrupted.head.weight)
     assert not torch.equal(second.head.weight, first.head.weight)
     loaded = Quantized.load_from_checkpoint(path)
     for task in (second, loaded):
-        assert type(task.base[0].weight) is type(whole.base[0].weight)
-        assert torch.equal(task.base[0].weight.qdata, whole.base[0].weight.qdata)
+        assert type(task.base[0].weight) is type(uninterrupted.base[0].weight)
+        assert torch.equal(task.base[0].weight.qdata, uninterrupted.base[0].weight.qdata)
 
 
 def test_a_quantized_base_that_cannot_be_cut_is_refused_by_name(tmp_path):
@@ -101,7 +101,7 @@ def test_an_8_bit_state_of_an_optimizer_comes_back_as_it_was(tmp_path):
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft reads it
 @pytest.mark.parametrize("layout", [{"replicas": 2}, TWO, {**TWO, "strategy": "fsdp"}], ids=["one", "two", "fsdp"])
 def test_a_checkpoint_of_an_adapter_is_as_large_as_what_is_trained(tmp_path, layout):
-    whole, _ = fit(tmp_path / "whole", Adapter, words(), 3, **layout)
+    uninterrupted, _ = fit(tmp_path / "whole", Adapter, words(), 3, **layout)
     first, path = fit(tmp_path / "cut", Adapter, words(), 2, **layout)
     first.model.save_pretrained(tmp_path / "peft")
     adapter = (tmp_path / "peft" / "adapter_model.safetensors").stat().st_size
@@ -114,7 +114,7 @@ def test_a_checkpoint_of_an_adapter_is_as_large_as_what_is_trained(tmp_path, lay
     (base,) = [path.stat().st_size for path in (tmp_path / "cut" / "base").iterdir()][-1:]
     assert base > 8 * adapter
     second, _ = fit(tmp_path / "cut", Adapter, words(), 3, path, **layout)
-    for name, weight in whole.state_dict().items():
+    for name, weight in uninterrupted.state_dict().items():
         assert torch.equal(second.state_dict()[name], weight)
     loaded = Adapter.load_from_checkpoint(path)
     assert all(torch.equal(loaded.state_dict()[name], weight) for name, weight in first.state_dict().items())

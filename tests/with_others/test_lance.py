@@ -38,12 +38,12 @@ def test_a_killed_run_reads_each_sample_of_lance_once(tmp_path, processes):
 
         return run_workers(fit, 1, threads=1) if processes == 1 and not dies_in else fit()
 
-    whole = train("whole")
-    assert sorted(value for values in whole.values() for value in values) == sorted(
+    uninterrupted = train("whole")
+    assert sorted(value for values in uninterrupted.values() for value in values) == sorted(
         [float(index) for index in range(SAMPLES)] * EPOCHS
     )
     killed = train("killed", dies_in=6)
     again = train("killed")
     assert min(again) > 0
-    assert {step: whole[step] for step in again} == again
-    assert killed | again == whole
+    assert {step: uninterrupted[step] for step in again} == again
+    assert killed | again == uninterrupted

@@ -131,8 +131,8 @@ def results(request, folder):
 
 @pytest.mark.parametrize("name", LOADERS)
 def test_every_sample_is_trained_on_and_validated_once(results, name):
-    processes, found = results
-    trained, validated, weight, steps = found[name]
+    processes, by_loader = results
+    trained, validated, weight, steps = by_loader[name]
     assert trained == validated == [float(index) for index in range(SAMPLES)]
     if "worker" not in name:  # whose last batches are short
         assert steps == SAMPLES // (BATCH * processes)

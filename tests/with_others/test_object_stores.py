@@ -65,9 +65,9 @@ def test_a_run_saves_and_goes_on_there(bucket: str, tmp_path: Path) -> None:
     assert find.verify(to_location(f"{place}/step-00000006"))
 
     _, resumed = fit(tmp_path / "second", place, 8, resume=place, saves={"asynchronous": True})
-    _, whole = fit(tmp_path / "third", f"{bucket}/whole", 8)
-    assert_same_bits(resumed, whole)
-    assert_same_bits(Tiny.load_from_checkpoint(f"{place}/step-00000008"), whole)
+    _, uninterrupted = fit(tmp_path / "third", f"{bucket}/whole", 8)
+    assert_same_bits(resumed, uninterrupted)
+    assert_same_bits(Tiny.load_from_checkpoint(f"{place}/step-00000008"), uninterrupted)
 
     with pytest.raises(ConfigError, match=f"{place}' holds checkpoints of another run, which this run would overwrite"):
         fit(tmp_path / "fourth", place, 2)
@@ -91,12 +91,12 @@ def test_two_processes_save_and_one_goes_on(strategy: str, bucket: str, tmp_path
     files = [key.rpartition("/")[2] for key in objects(bucket) if "step-00000004" in key]
     # each rank of a sharded strategy has uploaded its files
     assert ("model-00001.safetensors" in files) == (strategy == "fsdp")
-    _, one = fit(tmp_path / "one", f"{bucket}/next", 8, resume=place, **loose)
-    _, whole = fit(tmp_path / "whole", f"{bucket}/whole", 8, **loose)
+    _, resumed = fit(tmp_path / "one", f"{bucket}/next", 8, resume=place, **loose)
+    _, uninterrupted = fit(tmp_path / "whole", f"{bucket}/whole", 8, **loose)
     if strategy == "ddp":
-        assert_same_bits(one, whole)
+        assert_same_bits(resumed, uninterrupted)
     else:
-        for ours, theirs in zip(one.parameters(), whole.parameters(), strict=True):
+        for ours, theirs in zip(resumed.parameters(), uninterrupted.parameters(), strict=True):
             torch.testing.assert_close(ours, theirs)
 
 
@@ -131,8 +131,8 @@ def test_a_run_that_is_killed_goes_on_on_another_number_of_processes(bucket: str
         process.wait()
     steps = find.checkpoint_step(find.checkpoints_in(to_location(place))[-1]) + 3
     _, resumed = fit(tmp_path / "resumed", place, steps, resume=place)
-    _, whole = fit(tmp_path / "whole", f"{bucket}/whole", steps)
-    assert_same_bits(resumed, whole)
+    _, uninterrupted = fit(tmp_path / "whole", f"{bucket}/whole", steps)
+    assert_same_bits(resumed, uninterrupted)
     assert not [key for key in objects(bucket) if key.endswith(".writing")]
 
 
@@ -160,8 +160,8 @@ def test_an_address_with_the_account_is_that_of_its_container(bucket: str, tmp_p
     fit(tmp_path / "first", place, 2)
     assert names(place) == names(f"{bucket}/run") == ["step-00000002"]
     _, resumed = fit(tmp_path / "second", place, 4, resume=f"{bucket}/run")
-    _, whole = fit(tmp_path / "third", f"{bucket}/whole", 4)
-    assert_same_bits(resumed, whole)
+    _, uninterrupted = fit(tmp_path / "third", f"{bucket}/whole", 4)
+    assert_same_bits(resumed, uninterrupted)
 
 
 def test_a_bucket_that_is_not_there_is_named_before_the_first_step(bucket: str, tmp_path: Path) -> None:

@@ -73,7 +73,10 @@ class Muon(Tiny):
     def configure_optimizers(self):
         from pytorch_optimizer import Muon
 
-        groups = [[one for one in self.parameters() if (one.dim() == 2) is matrices] for matrices in (True, False)]
+        groups = [
+            [parameter for parameter in self.parameters() if (parameter.dim() == 2) is matrices]
+            for matrices in (True, False)
+        ]
         return Muon([{"params": group, "use_muon": kind} for group, kind in zip(groups, (True, False), strict=True)])
 
 

@@ -8,8 +8,8 @@ import pytest
 from benchmarks import peer_resumes
 
 
-def note(folder, part, numbers, epoch=0, rank=0):
-    (folder / f"{part}-{rank}").write_text("".join(f"{epoch} {number}\n" for number in numbers))
+def note(folder, phase, numbers, epoch=0, rank=0):
+    (folder / f"{phase}-{rank}").write_text("".join(f"{epoch} {number}\n" for number in numbers))
 
 
 @pytest.mark.parametrize(

@@ -51,15 +51,15 @@ def optimized(kind, processes, folder, reproducible):
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("optimizers")
-    found = {}
+    gathered = {}
     for processes in (1, 2, 3):
         cases = {
             (kind.__name__, reproducible): partial(optimized, kind, processes, folder, reproducible)
             for kind in KINDS
             for reproducible in ("order", "bitwise")
         }
-        found[processes] = run_cases(cases, processes, folder / f"{processes}")
-    return found
+        gathered[processes] = run_cases(cases, processes, folder / f"{processes}")
+    return gathered
 
 
 @pytest.mark.slow
@@ -80,7 +80,7 @@ def test_an_optimizer_that_draws_is_the_same_on_any_number_of_processes(results,
 def test_a_resume_draws_what_the_whole_run_does(tmp_path, kind, precision):
     checkpoints = lg.callbacks.Checkpoint(every_n_train_steps=1, save_top_k=-1)
     options = {"precision": precision, "replicas": 2, "max_epochs": 1, "samples": 32}
-    whole = train(kind(), tmp_path / "whole", callbacks=[checkpoints], enable_checkpointing=True, **options)
+    uninterrupted = train(kind(), tmp_path / "whole", callbacks=[checkpoints], enable_checkpointing=True, **options)
     checkpoint = next(tmp_path.rglob("checkpoints/step-00000003"))
     resumed = train(kind(), tmp_path, checkpoint=checkpoint, **options)
-    assert largest_difference(whole.weights[0], resumed.weights[0]) == 0.0
+    assert largest_difference(uninterrupted.weights[0], resumed.weights[0]) == 0.0

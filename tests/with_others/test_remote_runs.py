@@ -173,7 +173,7 @@ def test_killed_at_any_moment_on_machine_after_machine(root: str) -> None:
     words = ["trainer.max_steps=60", "callbacks.checkpoint.every_n_train_steps=5"]
     undisturbed = fit("runs", "none", "trainer.devices=1", *words)
     assert undisturbed.returncode == 0, undisturbed.stderr
-    moments, said = random.Random(29), []
+    moments, output = random.Random(29), []
     for start in range(3):
         run = Forked(
             *(run_module, "legato", "fit", "base.yaml", f"run.root={root}", f"trainer.devices={1 + start % 2}", *words),
@@ -184,10 +184,10 @@ def test_killed_at_any_moment_on_machine_after_machine(root: str) -> None:
         wait_until(lambda before=before: len(store().find(root)) > before + 8, 30)  # it has begun, and may have saved
         time.sleep(moments.uniform(0.0, 2.0))
         run.kill()
-        said += run.communicate(10)
+        output += run.communicate(10)
     last = fit(root, "last", "trainer.devices=1", *words)
     assert last.returncode == 0, last.stderr
-    assert "".join([*said, last.stdout, last.stderr]).count("Resuming from") > 1
+    assert "".join([*output, last.stdout, last.stderr]).count("Resuming from") > 1
     saved = "checkpoints/step-00000060"
     (done,) = (path for path in store().glob(f"{root}/digits/version_*") if store().exists(f"{path}/{saved}"))
     assert weights(f"s3://{done}/{saved}") == weights(str(Path("runs/digits/version_0", saved).absolute()))

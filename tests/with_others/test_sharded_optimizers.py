@@ -39,10 +39,10 @@ def test_an_empty_part_is_refused_by_the_optimizers_name(tmp_path):
 
 @pytest.mark.slow
 def test_without_empty_parts_it_trains_as_one_process_does(tmp_path):
-    sharded, whole = Quantized(2), Quantized(2)
+    sharded, reference = Quantized(2), Quantized(2)
     train(sharded, tmp_path, replicas=2, devices=2, strategy="fsdp")
-    train(whole, tmp_path, replicas=2)
-    assert_close(sharded, whole)
+    train(reference, tmp_path, replicas=2)
+    assert_close(sharded, reference)
 
 
 # --- what DTensor does not know ---------------------------------------------------------------------------------------
@@ -74,7 +74,9 @@ UNKNOWN = {
     "Prodigy": Prodigy,
     "AdamW8bit": bitsandbytes,
     # of the weight with one row, beside one with four
-    "Muon": lambda parameters: torch.optim.Muon([one for one in parameters if one.dim() == 2], lr=1e-2),
+    "Muon": lambda parameters: torch.optim.Muon(
+        [parameter for parameter in parameters if parameter.dim() == 2], lr=1e-2
+    ),
 }
 
 

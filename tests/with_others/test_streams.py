@@ -71,8 +71,8 @@ def train(path, name, folder, processes, workers, dies_in=0, **changes):
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("name", MAKE)
 def test_a_killed_run_goes_on_with_what_was_left(tmp_path, folder, caplog, name, workers):
-    whole = train(tmp_path / "whole", name, folder, 1, workers)
-    assert sorted(value for values in whole.values() for value in values) == sorted(
+    uninterrupted = train(tmp_path / "whole", name, folder, 1, workers)
+    assert sorted(value for values in uninterrupted.values() for value in values) == sorted(
         [float(index) for index in range(SAMPLES)] * EPOCHS
     )
     # loaders with a state count epochs themselves
@@ -80,8 +80,8 @@ def test_a_killed_run_goes_on_with_what_was_left(tmp_path, folder, caplog, name,
         killed = train(tmp_path / f"killed-{dies_in}", name, folder, 1, workers, dies_in)
         again = train(tmp_path / f"killed-{dies_in}", name, folder, 1, workers)
         assert min(again) > 0
-        assert killed | again == whole
-        assert {step: whole[step] for step in again} == again
+        assert killed | again == uninterrupted
+        assert {step: uninterrupted[step] for step in again} == again
     seeks = name in ("datasets", "mosaicml", "litdata")
     assert ("again to return to step 6 of epoch 0" not in caplog.text) == seeks
     if name == "datasets, shuffled":
@@ -92,26 +92,28 @@ def test_a_killed_run_goes_on_with_what_was_left(tmp_path, folder, caplog, name,
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_stream_that_is_dealt_out_goes_on_on_any_number_of_processes(tmp_path, folder, workers):
-    whole = train(tmp_path / "whole", "datasets", folder, 1, workers, replicas=3)
+    uninterrupted = train(tmp_path / "whole", "datasets", folder, 1, workers, replicas=3)
     killed = train(tmp_path / "killed", "datasets", folder, 2, workers, dies_in=6, replicas=3)
-    assert {step: whole[step] for step in killed if step < 5} == {step: killed[step] for step in killed if step < 5}
+    assert {step: uninterrupted[step] for step in killed if step < 5} == {
+        step: killed[step] for step in killed if step < 5
+    }
     for processes in (1, 2, 3):
         shutil.copytree(tmp_path / "killed", tmp_path / f"on-{processes}")
         again = train(tmp_path / f"on-{processes}", "datasets", folder, processes, workers)
         assert min(again) > 0
-        assert {step: whole[step] for step in again} == again
-        assert max(again) == max(whole)
+        assert {step: uninterrupted[step] for step in again} == again
+        assert max(again) == max(uninterrupted)
 
 
 @pytest.mark.parametrize("name", ["mosaicml", "litdata"])
 def test_a_stream_that_shards_itself_goes_on_on_as_many_processes(tmp_path, folder, name):
-    whole = train(tmp_path / "whole", name, folder, 2, 0)
+    uninterrupted = train(tmp_path / "whole", name, folder, 2, 0)
     train(tmp_path / "killed", name, folder, 2, 0, dies_in=6)
     shutil.copytree(tmp_path / "killed", tmp_path / "on-1")
     again = train(tmp_path / "killed", name, folder, 2, 0)
     assert min(again) > 0
-    assert {step: whole[step] for step in again} == again
-    assert max(again) == max(whole)
+    assert {step: uninterrupted[step] for step in again} == again
+    assert max(again) == max(uninterrupted)
     with pytest.raises(ConfigError, match=r"own share of the training data .* Start 2 processes, as when the run"):
         train(tmp_path / "on-1", name, folder, 1, 0)
 

@@ -46,7 +46,9 @@ class Qwen(lg.Task):
         return loss
 
     def configure_optimizers(self):
-        return torch.optim.AdamW([one for one in self.parameters() if one.requires_grad], lr=1e-2, eps=1e-3)
+        return torch.optim.AdamW(
+            [parameter for parameter in self.parameters() if parameter.requires_grad], lr=1e-2, eps=1e-3
+        )
 
 
 def texts():
@@ -124,12 +126,12 @@ def test_an_adapter_around_a_model_is_cut_by_the_models_plan(trainer):
 def test_in_shards_a_model_has_the_same_bits_on_one_and_two_processes(trainer, name):
     """Queries share keys and values, and the head is whole; the weights are compared."""
     adapter = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False) if name == "adapter" else None
-    config, found = CONFIGS["llama" if adapter else name], []
+    config, weights = CONFIGS["llama" if adapter else name], []
     for processes in (1, 2):
         strategy = {"name": "mesh", "tensor": processes, "tensor_shards": 2}
         options = {"devices": processes, "strategy": strategy, "reproducible": "bitwise", "gradient_clip_val": 0.1}
-        found.append(trained(trainer, Hub(config, adapter).float(), **options))
-    assert torch.equal(*found)
+        weights.append(trained(trainer, Hub(config, adapter).float(), **options))
+    assert torch.equal(*weights)
 
 
 @pytest.mark.parametrize(

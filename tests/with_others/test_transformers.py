@@ -35,11 +35,11 @@ class Classifier(lg.Task):
         self.modes = {}
 
     def training_step(self, batch, batch_idx):
-        self.modes = {name: one.training for name, one in self.named_modules() if isinstance(one, nn.Dropout)}
+        self.modes = {name: module.training for name, module in self.named_modules() if isinstance(module, nn.Dropout)}
         return self.model(**batch).loss
 
     def configure_optimizers(self):
-        return torch.optim.SGD([one for one in self.parameters() if one.requires_grad], lr=0.1)
+        return torch.optim.SGD([parameter for parameter in self.parameters() if parameter.requires_grad], lr=0.1)
 
 
 def sentences():
