@@ -77,13 +77,13 @@ class Loop:
     def batches(self, epoch: int) -> list[list[np.ndarray]]:
         """Return the batches of each round, one a replica; the last rounds may lack some."""
         order = permutation(np.arange(SAMPLES), SAMPLES, epoch_key(0, epoch))
-        whole = self.replicas * BATCH
+        round_size = self.replicas * BATCH
         if "drop last" in self.names:
-            order = order[: len(order) // whole * whole]
-        rounds = [order[start : start + whole] for start in range(0, len(order), whole)]
+            order = order[: len(order) // round_size * round_size]
+        rounds = [order[start : start + round_size] for start in range(0, len(order), round_size)]
         if "limit" in self.names:
             rounds = rounds[:3]
-        return [[one[start : start + BATCH] for start in range(0, len(one), BATCH)] for one in rounds]
+        return [[indices[start : start + BATCH] for start in range(0, len(indices), BATCH)] for indices in rounds]
 
     def epoch(self, epoch: int) -> bool:
         """Train for an epoch; return whether it came to its end."""
@@ -122,14 +122,14 @@ class Loop:
 
     def train(self, window: list[list[np.ndarray]], sums: list[Any]) -> None:
         """Do one step."""
-        total = sum(len(batch) for one in window for batch in one)
+        total = sum(len(batch) for round_batches in window for batch in round_batches)
         self.optimizer.zero_grad()
         logged = []
         for replica in range(self.replicas):
-            for one in window:
-                if replica >= len(one):
+            for round_batches in window:
+                if replica >= len(round_batches):
                     continue
-                batch = torch.from_numpy(one[replica].astype(np.int64))
+                batch = torch.from_numpy(round_batches[replica].astype(np.int64))
                 if "no loss" in self.names and 3 in batch:
                     continue
                 loss = nn.functional.mse_loss(self.task.net(self.data.inputs[batch]), self.data.targets[batch])
@@ -178,13 +178,13 @@ NAMES = {f"{kind}_{word}" for kind in ("train/loss", "train/samples") for word i
 
 def check_by_hand(names: set[str], result: Any) -> list[str]:
     """Say in what a run differs from the loop by hand."""
-    loop, found = Loop(names).run(), []
+    loop, problems = Loop(names).run(), []
     for name, value in loop.task.state_dict().items():
         if not torch.allclose(result.weights[name], value, rtol=1e-5, atol=1e-6):
-            found.append(f"by hand: {name} differs by {(result.weights[name] - value).abs().max():.2e}")
+            problems.append(f"by hand: {name} differs by {(result.weights[name] - value).abs().max():.2e}")
             break
     if loop.step != result.state["global_step"]:
-        found.append(f"by hand: {loop.step} steps, not {result.state['global_step']}")
+        problems.append(f"by hand: {loop.step} steps, not {result.state['global_step']}")
     watched = {*NAMES, "val/loss", "val/samples"}
     for step in sorted(loop.points.keys() | result.points.keys()):
         ours = {name: value for name, value in result.points.get(step, {}).items() if name in watched}
@@ -193,5 +193,5 @@ def check_by_hand(names: set[str], result: Any) -> list[str]:
             abs(ours[name] - theirs[name]) <= 1e-5 * max(1.0, abs(theirs[name])) for name in ours
         )
         if not close:
-            found.append(f"by hand: point {step} is {theirs}, and was {ours}")
-    return found
+            problems.append(f"by hand: point {step} is {theirs}, and was {ours}")
+    return problems

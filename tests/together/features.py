@@ -43,19 +43,19 @@ class Feature:
     slow: bool = False
 
 
-def arguments(**given):
+def arguments(**values):
     """Return what adds arguments of the Trainer."""
-    return lambda scene: scene.arguments.update(given)
+    return lambda scene: scene.arguments.update(values)
 
 
-def task(**given):
+def task(**values):
     """Return what adds options of the task."""
-    return lambda scene: scene.task.update(given)
+    return lambda scene: scene.task.update(values)
 
 
-def data(**given):
+def data(**values):
     """Return what adds options of the loaders."""
-    return lambda scene: scene.data.update(given)
+    return lambda scene: scene.data.update(values)
 
 
 def callback(make):
@@ -81,8 +81,8 @@ def both(*parts):
     """Return what adds several."""
 
     def add(scene):
-        for part in parts:
-            part(scene)
+        for adder in parts:
+            adder(scene)
 
     return add
 
@@ -305,9 +305,9 @@ def can_meet(first: Feature, second: Feature) -> bool:
 def refusal(features: Iterable[Feature]) -> str | None:
     """Return the pattern of the message by which a run of these features is refused; None where it is not."""
     features = list(features)
-    for one in features:
-        for other in features:
-            for name in (other.name, other.group):
-                if name in one.refused:
-                    return one.refused[name]
+    for feature in features:
+        for partner in features:
+            for name in (partner.name, partner.group):
+                if name in feature.refused:
+                    return feature.refused[name]
     return None

@@ -56,9 +56,8 @@ class Pair:
         return [NAMED[name] for name in (self.first, self.second, self.third) if name]
 
     def __str__(self) -> str:
-        return (
-            f'python tests/together/pairs.py --pair "{", ".join(one.name for one in self.features)}" --seed {self.seed}'
-        )
+        names = ", ".join(feature.name for feature in self.features)
+        return f'python tests/together/pairs.py --pair "{names}" --seed {self.seed}'
 
 
 def draw(seed: int, processes: bool = True) -> Pair:
@@ -72,22 +71,22 @@ def draw(seed: int, processes: bool = True) -> Pair:
             continue
         third = None
         if first.shapes and second.shapes:
-            others = [
+            candidates = [
                 feature
                 for feature in (*NEUTRAL, *STRATEGIES, *DISTURBANCES)
                 if feature.name in usable
                 and can_meet(NAMED[feature.name], first)
                 and can_meet(NAMED[feature.name], second)
             ]
-            third = chance.choice(others).name
+            third = chance.choice(candidates).name
         pair = Pair(first.name, second.name, seed, third)
-        if "kill" in (first.name, second.name, third) and not any(one.processes for one in pair.features):
+        if "kill" in (first.name, second.name, third) and not any(feature.processes for feature in pair.features):
             if third or not processes:
                 continue
             pair = Pair(first.name, second.name, seed, chance.choice(["ddp", "elastic"]))
-            if not all(can_meet(NAMED[pair.third], one) for one in (first, second)):
+            if not all(can_meet(NAMED[pair.third], feature) for feature in (first, second)):
                 continue
-        if {one.name for one in pair.features} >= LOST:
+        if {feature.name for feature in pair.features} >= LOST:
             continue
         return pair
 
@@ -103,10 +102,11 @@ class Stage:
 
     def reference(self, features: list[Feature]) -> Result:
         """Return what the run comes to without the features that promise to change nothing."""
-        kept = [one for one in features if one.shapes]
-        if any(one.name == "manual" for one in kept):  # the strategy decides how many replicas manual steps have
-            kept += [one for one in features if one.group == "strategy"]
-        key = tuple(sorted(one.name for one in kept))
+        kept = [feature for feature in features if feature.shapes]
+        # the strategy decides how many replicas manual steps have
+        if any(feature.name == "manual" for feature in kept):
+            kept += [feature for feature in features if feature.group == "strategy"]
+        key = tuple(sorted(feature.name for feature in kept))
         if key not in self.references:
             self.references[key] = play(scene_of(kept), self.folder / "reference" / "-".join(key).replace(" ", "_"), [])
             if MODELLED.issuperset(key):
@@ -142,16 +142,16 @@ def scene_of(features: list[Feature]) -> Scene:
     scene = Scene()
     for feature in features:
         feature.add(scene)
-    manual = any(one.name == "manual" for one in features)
-    if manual and any(one.processes for one in features):
+    manual = any(feature.name == "manual" for feature in features)
+    if manual and any(feature.processes for feature in features):
         scene.arguments["replicas"] = 2
     return scene
 
 
 def tolerance_of(features: list[Feature]) -> float:
     """Return how far numbers may be from the reference's."""
-    tolerance = max(one.tolerance for one in features)
-    if tolerance and any(one.name in ("bf16", "fp16") for one in features):
+    tolerance = max(feature.tolerance for feature in features)
+    if tolerance and any(feature.name in ("bf16", "fp16") for feature in features):
         return BF16
     return tolerance
 
@@ -167,8 +167,8 @@ def check_refusal(features: list[Feature], folder: Path, pattern: str) -> list[s
         cause = error.__cause__
         if not isinstance(cause, LegatoError):
             return [f"refused by {type(cause).__name__}, no LegatoError: {cause}"]
-        found = [] if re.search(pattern, str(cause)) else [f"the message has no {pattern!r}: {cause}"]
-        return found + (["refused after training had begun"] if (folder / "trained").exists() else [])
+        problems = [] if re.search(pattern, str(cause)) else [f"the message has no {pattern!r}: {cause}"]
+        return problems + (["refused after training had begun"] if (folder / "trained").exists() else [])
     return [f"must be refused with {pattern!r}, and was not"]
 
 
@@ -188,7 +188,7 @@ def main() -> None:
     parser.add_argument("--single", action="store_true", help="only pairs within one process")
     parser.add_argument("--only", help="only pairs with a feature of this name")
     parser.add_argument("--seconds", type=int, default=120, help="a pair that takes longer has failed")
-    given = parser.parse_args()
+    options = parser.parse_args()
     os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="pairs-")
     Finalize(None, shutil.rmtree, [tempfile.tempdir, True], exitpriority=-200)  # after multiprocessing's own folder
     prepare()
@@ -196,36 +196,36 @@ def main() -> None:
     failed = 0
     with tempfile.TemporaryDirectory() as folder:
         stage = Stage(Path(folder))
-        for pair in pairs_of(given):
+        for pair in pairs_of(options):
             start = time.monotonic()
-            signal.alarm(given.seconds)
+            signal.alarm(options.seconds)
             try:
-                found = stage.check(pair)
+                problems = stage.check(pair)
             except TooLong:
-                found = [f"not done after {given.seconds} s", *traceback.format_exc().splitlines()[-30:]]
+                problems = [f"not done after {options.seconds} s", *traceback.format_exc().splitlines()[-30:]]
             except Exception:
-                found = traceback.format_exc().splitlines()
+                problems = traceback.format_exc().splitlines()
             finally:
                 signal.alarm(0)
-            if found:
+            if problems:
                 failed += 1
-                print(f"\nFAILED ({time.monotonic() - start:.1f} s): {pair}", *found, sep="\n    ", flush=True)
-            elif given.pair or time.monotonic() - start > 20:
+                print(f"\nFAILED ({time.monotonic() - start:.1f} s): {pair}", *problems, sep="\n    ", flush=True)
+            elif options.pair or time.monotonic() - start > 20:
                 print(f"fine ({time.monotonic() - start:.1f} s): {pair}", flush=True)
         print(f"{stage.played} pairs, {stage.refused} of them to be refused: {failed} failed.", flush=True)
     sys.exit(failed > 0)
 
 
-def pairs_of(given: argparse.Namespace) -> Iterator[Pair]:
-    if given.pair:
-        names = [name.strip() for name in given.pair.split(",")]
-        yield Pair(names[0], names[1], given.seed, names[2] if len(names) > 2 else None)
+def pairs_of(options: argparse.Namespace) -> Iterator[Pair]:
+    if options.pair:
+        names = [name.strip() for name in options.pair.split(",")]
+        yield Pair(names[0], names[1], options.seed, names[2] if len(names) > 2 else None)
         return
-    number, left = given.seed, given.count
+    number, left = options.seed, options.count
     while left:
-        pair = draw(number, not given.single)
+        pair = draw(number, not options.single)
         number += 1
-        if not given.only or given.only in [one.name for one in pair.features]:
+        if not options.only or options.only in [feature.name for feature in pair.features]:
             left -= 1
             yield pair
 

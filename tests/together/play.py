@@ -91,7 +91,7 @@ def process_state() -> dict[str, Any]:
         "folder": os.getcwd(),
         "environment": dict(os.environ),
         "streams": (sys.stdin, sys.stdout, sys.stderr, sys.excepthook, threading.excepthook, sys.unraisablehook),
-        "logging": [(one.level, list(one.handlers), list(one.filters), one.disabled) for one in loggers],
+        "logging": [(logger.level, list(logger.handlers), list(logger.filters), logger.disabled) for logger in loggers],
         "start method": multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0],
         "collector": gc.isenabled(),
         "temporary files": sorted(os.listdir(os.environ["TMPDIR"])) if "TMPDIR" in os.environ else [],
@@ -100,34 +100,34 @@ def process_state() -> dict[str, Any]:
 
 
 def _wakeup() -> int:
-    found = signal.set_wakeup_fd(-1)
-    signal.set_wakeup_fd(found)
-    return found
+    descriptor = signal.set_wakeup_fd(-1)
+    signal.set_wakeup_fd(descriptor)
+    return descriptor
 
 
 def open_files() -> list[str]:
     """Return what this process has open, but for what has no name."""
-    found = []
+    paths = []
     for number in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
-            found.append(os.readlink(f"/proc/self/fd/{number}"))
-    return sorted(name for name in found if name.startswith("/") and not name.startswith(("/proc", "/dev", "/sys")))
+            paths.append(os.readlink(f"/proc/self/fd/{number}"))
+    return sorted(name for name in paths if name.startswith("/") and not name.startswith(("/proc", "/dev", "/sys")))
 
 
 def changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     """Say what is no longer as it was."""
-    found = []
+    problems = []
     for name, old in before.items():
         new = after[name]
         if isinstance(old, dict):
-            found += [
+            problems += [
                 f"process: {name}: {key} was {old.get(key)}, is {new.get(key)}"
                 for key in sorted(old.keys() | new.keys())
                 if old.get(key) != new.get(key)
             ]
         elif old != new:
-            found.append(f"process: {name} was {old}, is {new}")
-    return found
+            problems.append(f"process: {name} was {old}, is {new}")
+    return problems
 
 
 def put_back(before: dict[str, Any]) -> None:
@@ -190,8 +190,8 @@ def play(scene: Scene, folder: Path, steps: list[int]) -> Result:
     result.stopped = bool(ended_by or scene.stops_at)
     if "evaluate after" in scene.around:
         weights = {name: value.clone() for name, value in task.state_dict().items()}
-        found = trainer.validate(task, make_loader(HELD_OUT, scene.data, shuffle=False), verbose=False)
-        values = {name: value for one in found for name, value in one.items()}
+        results = trainer.validate(task, make_loader(HELD_OUT, scene.data, shuffle=False), verbose=False)
+        values = {name: value for metrics in results for name, value in metrics.items()}
         if not values or not all(math.isfinite(value) for value in values.values()):
             problems.append(f"validate after fit found {values}")
         if any(not torch.equal(value, weights[name]) for name, value in task.state_dict().items()):
@@ -199,7 +199,7 @@ def play(scene: Scene, folder: Path, steps: list[int]) -> Result:
     if "predict after" in scene.around:
         loaders = make_loader(HELD_OUT, scene.data, shuffle=False)
         trainer.predict(task, loaders, return_predictions=False)
-        writer = next(one for one in trainer.callbacks if isinstance(one, Writes))
+        writer = next(callback for callback in trainer.callbacks if isinstance(callback, Writes))
         for index, loader in enumerate(loaders if isinstance(loaders, list) else [loaders]):
             if writer.found(index) != list(range(len(loader.dataset))):
                 problems.append(f"predict after fit wrote the samples {writer.found(index)} of loader {index}")
@@ -230,14 +230,14 @@ def fit(trainer: lg.Trainer, scene: Scene, faults: list[Fault], resume: str | No
         problem = error
     let_go(problem)
     del loaders
-    found = changes(before, process_state())
+    problems = changes(before, process_state())
     deadline, left = time.monotonic() + 30, []
     while persistent is None and (left := _left(processes, files, threads)) and time.monotonic() < deadline:
         gc.collect()
         time.sleep(0.01)
-    if found or left:
+    if problems or left:
         put_back(before)
-        raise Unexpected("; ".join(found + left)) from problem
+        raise Unexpected("; ".join(problems + left)) from problem
     if problem is not None:
         raise problem
     return task
@@ -255,7 +255,7 @@ SERVERS = ("resource_tracker", "forkserver")
 
 
 def _left(processes: set[int], files: list[str], threads: set[threading.Thread]) -> list[str]:
-    found = [
+    leftovers = [
         f"thread {thread.name} is left"
         for thread in set(threading.enumerate()) - threads
         if thread.name != "tqdm_monitor"
@@ -266,9 +266,9 @@ def _left(processes: set[int], files: list[str], threads: set[threading.Thread])
         except psutil.NoSuchProcess:
             continue
         if not any(server in line for server in SERVERS):
-            found.append(f"process {number} is left: {line[:200]}")
+            leftovers.append(f"process {number} is left: {line[:200]}")
     new = [name for name in open_files() if name not in files]
-    return found + ([f"files are left open: {new}"] if new else [])
+    return leftovers + ([f"files are left open: {new}"] if new else [])
 
 
 def result_of(trainer: lg.Trainer, task: Net, problems: list[str]) -> Result:
@@ -314,21 +314,21 @@ def points_of(run_dir: Path, problems: list[str]) -> dict[int, dict[str, float]]
 
 def check_tensorboard(run_dir: Path, points: dict[int, dict[str, float]], problems: list[str]) -> None:
     """Hold TensorBoard's scalars against metrics.jsonl: the same values, each once, but for equal ones of a resume."""
-    found: dict[tuple[int, str], list[float]] = {}
+    written: dict[tuple[int, str], list[float]] = {}
     for tag, shown in event_files.points(run_dir).items():
         for step, value in shown:
             if not TIMES.search(tag) and not tag.startswith("~best/"):
-                found.setdefault((step, tag), []).append(value)
+                written.setdefault((step, tag), []).append(value)
     expected = {(step, put_last(name)): value for step, values in points.items() for name, value in values.items()}
-    doubled = sorted(key for key, values in found.items() if len(values) > 1)
+    doubled = sorted(key for key, values in written.items() if len(values) > 1)
     if doubled:
         problems.append(f"TensorBoard has {doubled[:3]} more than once")
-    if found.keys() != expected.keys():
-        lacking, more = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
+    if written.keys() != expected.keys():
+        lacking, more = sorted(expected.keys() - written.keys()), sorted(written.keys() - expected.keys())
         problems.append(f"TensorBoard lacks {lacking[:4]} and has besides {more[:4]}")
-    for key in found.keys() & expected.keys():
-        if not same(found[key][-1], expected[key], 1e-6):
-            problems.append(f"TensorBoard has {found[key]} for {key}, metrics.jsonl {expected[key]}")
+    for key in written.keys() & expected.keys():
+        if not same(written[key][-1], expected[key], 1e-6):
+            problems.append(f"TensorBoard has {written[key]} for {key}, metrics.jsonl {expected[key]}")
             break
 
 
@@ -352,48 +352,54 @@ def same(ours: float, theirs: float, tolerance: float) -> bool:
 # --- two results ----------------------------------------------------------------------------------------------------
 def differences(ours: Result, theirs: Result, tolerance: float) -> list[str]:
     """Say in what a run differs from the one that it should equal."""
-    found = list(ours.problems)
-    found += _differing("weights", ours.weights, theirs.weights, tolerance)
+    problems = list(ours.problems)
+    problems += _differing("weights", ours.weights, theirs.weights, tolerance)
     for name in ("global_step", "epoch", "epoch_steps", "rounds", "samples_seen", "skipped_steps", "replicas"):
         if ours.state[name] != theirs.state[name]:
-            found.append(f"state.{name} is {ours.state[name]}, not {theirs.state[name]}")
+            problems.append(f"state.{name} is {ours.state[name]}, not {theirs.state[name]}")
     if ours.points.keys() != theirs.points.keys():
-        found.append(f"points at {sorted(ours.points)}, not at {sorted(theirs.points)}")
+        problems.append(f"points at {sorted(ours.points)}, not at {sorted(theirs.points)}")
     for step in sorted(ours.points.keys() & theirs.points.keys()):
-        found += _values(f"point {step}", ours.points[step], theirs.points[step], tolerance)
-    found += _values("callback_metrics", ours.metrics, theirs.metrics, tolerance)
+        problems += _values(f"point {step}", ours.points[step], theirs.points[step], tolerance)
+    problems += _values("callback_metrics", ours.metrics, theirs.metrics, tolerance)
     more = {name for name in ours.kept.keys() - theirs.kept.keys() if ours.kept[name] is None and ours.stopped}
     if ours.kept.keys() - more != theirs.kept.keys() or (more and not theirs.keeps_all):
-        found.append(f"kept are {ours.kept}, not {theirs.kept}")
+        problems.append(f"kept are {ours.kept}, not {theirs.kept}")
     for name in ours.kept.keys() & theirs.kept.keys():
-        one, other = ours.kept[name], theirs.kept[name]
-        if (one is None) != (other is None) or (one is not None and not same(one, other, tolerance)):
-            found.append(f"the score of {name} is {one}, not {other}")
+        score, expected_score = ours.kept[name], theirs.kept[name]
+        if (score is None) != (expected_score is None) or (
+            score is not None and not same(score, expected_score, tolerance)
+        ):
+            problems.append(f"the score of {name} is {score}, not {expected_score}")
         if name in ours.saved and name in theirs.saved:
-            found += _differing(name, ours.saved[name], theirs.saved[name], tolerance)
-    return found
+            problems += _differing(name, ours.saved[name], theirs.saved[name], tolerance)
+    return problems
 
 
 def _differing(
-    what: str, ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], tolerance: float
+    subject: str, ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], tolerance: float
 ) -> list[str]:
     if ours.keys() != theirs.keys():
-        return [f"{what}: has {sorted(ours)}, not {sorted(theirs)}"]
+        return [f"{subject}: has {sorted(ours)}, not {sorted(theirs)}"]
     for name in ours:
-        one, other = ours[name], theirs[name]
-        if one.dtype != other.dtype:
-            return [f"{what}: {name} is {one.dtype}, not {other.dtype}"]
-        if not (torch.allclose(one, other, rtol=tolerance, atol=tolerance) if tolerance else torch.equal(one, other)):
-            return [f"{what}: {name} differs by {(one.double() - other.double()).abs().max():.2e}"]
+        tensor, expected = ours[name], theirs[name]
+        if tensor.dtype != expected.dtype:
+            return [f"{subject}: {name} is {tensor.dtype}, not {expected.dtype}"]
+        if not (
+            torch.allclose(tensor, expected, rtol=tolerance, atol=tolerance)
+            if tolerance
+            else torch.equal(tensor, expected)
+        ):
+            return [f"{subject}: {name} differs by {(tensor.double() - expected.double()).abs().max():.2e}"]
     return []
 
 
-def _values(what: str, ours: dict[str, float], theirs: dict[str, float], tolerance: float) -> list[str]:
-    found = []
+def _values(subject: str, ours: dict[str, float], theirs: dict[str, float], tolerance: float) -> list[str]:
+    problems = []
     if ours.keys() != theirs.keys():
         lacking, more = sorted(theirs.keys() - ours.keys()), sorted(ours.keys() - theirs.keys())
-        found.append(f"{what} lacks {lacking} and has besides {more}")
+        problems.append(f"{subject} lacks {lacking} and has besides {more}")
     for name in ours.keys() & theirs.keys():
         if not same(ours[name], theirs[name], tolerance):
-            found.append(f"{what}: {name} is {ours[name]!r}, not {theirs[name]!r}")
-    return found
+            problems.append(f"{subject}: {name} is {ours[name]!r}, not {theirs[name]!r}")
+    return problems

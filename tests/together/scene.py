@@ -129,10 +129,10 @@ class Net(lg.Task):
 
     def training_step(self, batch, batch_idx):
         parts = list(batch.values()) if isinstance(batch, dict) else [batch]
-        indices = torch.cat([part[2] for part in parts])
+        indices = torch.cat([piece[2] for piece in parts])
         if self.options.get("none") and bool((indices == 3).any()):
             return None
-        loss = torch.stack([self.error(part) for part in parts]).mean()
+        loss = torch.stack([self.error(piece) for piece in parts]).mean()
         self.log("train/loss", loss, on_step=True, on_epoch=True)
         # which samples make up a step: no other set of them is likely to have this sum
         samples = (indices + 1).square().sum()
@@ -179,7 +179,7 @@ class Net(lg.Task):
         if self.options.get("two optimizers"):
             first = torch.optim.SGD(self.net[:2].parameters(), lr=0.05, momentum=0.9)
             return first, torch.optim.AdamW(self.net[2:].parameters(), lr=0.01, eps=1e-3)
-        parameters = [one for one in self.parameters() if one.requires_grad]
+        parameters = [parameter for parameter in self.parameters() if parameter.requires_grad]
         optimizer = torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
         kind, schedulers = self.options.get("scheduler", "epoch"), []
         if "epoch" in kind:
@@ -196,7 +196,7 @@ class Net(lg.Task):
 class Draws(lg.Callback):
     """Draws from the global generators wherever it may."""
 
-    def draw(self, *given: Any) -> None:
+    def draw(self, *arguments: Any) -> None:
         torch.rand(3), np.random.rand(3), random.random()
 
     on_train_epoch_start = on_train_batch_end = on_validation_start = on_validation_batch_start = draw
@@ -233,8 +233,8 @@ class Reads(lg.Callback):
     def on_train_batch_end(self, trainer, task, outputs, batch, batch_idx):
         if batch_idx == 1 and trainer.stage == "fit":
             loader = trainer.train_dataloader
-            for part in loader.values() if isinstance(loader, dict) else [loader]:
-                next(iter(part))
+            for source in loader.values() if isinstance(loader, dict) else [loader]:
+                next(iter(source))
 
     on_validation_end = lambda self, trainer, task: self.on_train_batch_end(trainer, task, None, None, 1)  # noqa: E731
 

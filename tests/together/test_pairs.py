@@ -42,8 +42,8 @@ def stage(tmp_path_factory):
 
 
 def check(stage, pair):
-    found = stage.check(pair)
-    assert not found, "\n".join([str(pair), *found])
+    problems = stage.check(pair)
+    assert not problems, "\n".join([str(pair), *problems])
 
 
 @pytest.mark.parametrize("seed", SINGLE)

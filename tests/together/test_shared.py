@@ -40,7 +40,9 @@ SHARED = {
     "settings of torch": [("deterministic", "anomaly", "failing finalize")],
     "shared memory": [("workers", "several loaders", "failing data")],
 }
-TRIPLES = [pytest.param(names, id=f"{what}: {', '.join(names)}") for what, every in SHARED.items() for names in every]
+TRIPLES = [
+    pytest.param(names, id=f"{subject}: {', '.join(names)}") for subject, every in SHARED.items() for names in every
+]
 
 
 @pytest.fixture(scope="module")
@@ -53,8 +55,8 @@ def stage(tmp_path_factory):
 def test_two_users_and_a_failure_in_the_middle(stage, names):
     first, second, failure = names
     for pair in (Pair(first, second, 5), Pair(first, second, 7, failure)):
-        found = stage.check(pair)
-        assert not found, "\n".join([str(pair), *found])
+        problems = stage.check(pair)
+        assert not problems, "\n".join([str(pair), *problems])
 
 
 @pytest.mark.parametrize("kind", ["hook", "finalize", "sigterm", "sigint", "data", "save", ""])

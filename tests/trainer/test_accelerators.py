@@ -43,14 +43,14 @@ def code_of(path):
 
 def test_one_file_names_kinds_of_devices():
     """What a strategy or callback asks of a device it asks accelerators.py, which asks torch."""
-    found = []
+    places = []
     for room in ("base", "callbacks", "tasks", "trainer", "lab"):
         for path in sorted((ROOT / room).rglob("*.py")):
             name = str(path.relative_to(ROOT))
             code = re.sub(NAMED.get(name, "$^"), "", code_of(path))
             if name != "trainer/accelerators.py":
-                found += [f"{name}: {word}" for word in re.findall(KINDS, code)]
-    assert found == []
+                places += [f"{name}: {word}" for word in re.findall(KINDS, code)]
+    assert places == []
 
 
 def test_exceptions_are_needed():

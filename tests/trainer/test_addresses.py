@@ -72,8 +72,10 @@ def test_a_command_tells_the_missing_package(words: tuple[str, ...], capsys: pyt
 @pytest.mark.skipif(find_spec("gcsfs") is not None, reason="gcsfs is installed")
 def test_a_missing_package_is_told_before_the_first_step(tmp_path: Path) -> None:
     def fit(place: str | Path, **options: Any) -> None:
-        own = {} if options else {"callbacks": [lg.callbacks.Checkpoint(dirpath=place)], "enable_checkpointing": True}
-        make_trainer(tmp_path, **own).fit(Evaluable(), make_loader(), **options)
+        checkpointing = (
+            {} if options else {"callbacks": [lg.callbacks.Checkpoint(dirpath=place)], "enable_checkpointing": True}
+        )
+        make_trainer(tmp_path, **checkpointing).fit(Evaluable(), make_loader(), **options)
 
     tries: list[Callable[[str | Path], object]] = [
         fit,

@@ -133,10 +133,10 @@ def test_a_misspelt_hook_of_a_data_module(refused, name, meant):
 )
 def test_a_step_that_cannot_be_called(refused, step, message):
     task = type("Wrong", (Tiny,), {"training_step": step})()
-    found = refused(TaskError, task)
-    assert "Wrong.training_step" in found
-    assert "(batch, batch_idx)" in found
-    assert message in found
+    error = refused(TaskError, task)
+    assert "Wrong.training_step" in error
+    assert "(batch, batch_idx)" in error
+    assert message in error
 
 
 def test_validation_loaders_without_a_validation_step(refused):
@@ -208,9 +208,11 @@ def test_an_empty_evaluation_loader_is_skipped(trainer, caplog, stage):
     empty = DataLoader(TensorDataset(torch.zeros(0, 3), torch.zeros(0, 1)), 4)
     loaders = (make_loader(), empty) if stage == "fit" else ([make_loader(), empty],)
     getattr(trainer(), stage)(All(), *loaders)
-    told = [record.getMessage() for record in caplog.records if "is empty: it yields no batch" in record.getMessage()]
-    assert len(told) == 1
-    assert "It is skipped." in told[0]
+    messages = [
+        record.getMessage() for record in caplog.records if "is empty: it yields no batch" in record.getMessage()
+    ]
+    assert len(messages) == 1
+    assert "It is skipped." in messages[0]
 
 
 def test_a_stream_without_anything(refused):

@@ -58,12 +58,12 @@ def two_replicas(tmp_path_factory):
 
 @pytest.mark.slow
 def test_it_is_found_and_named(tmp_path):
-    said = run(tmp_path, "choice")
-    assert (said["auto"], said["emul"], said["cpu"]) == ("emul:0", "emul:0", "cpu")
-    assert said["emul:0"] == "emul:0"
-    assert (said["name"], said["backend"]) == ("Emulated accelerator", "cpu:gloo,emul:emulccl")
-    assert said["memory"] == [2**30, 2**20, False]
-    assert "torch finds no such device on this machine. Try accelerator=emul" in said["error"]
+    answers = run(tmp_path, "choice")
+    assert (answers["auto"], answers["emul"], answers["cpu"]) == ("emul:0", "emul:0", "cpu")
+    assert answers["emul:0"] == "emul:0"
+    assert (answers["name"], answers["backend"]) == ("Emulated accelerator", "cpu:gloo,emul:emulccl")
+    assert answers["memory"] == [2**30, 2**20, False]
+    assert "torch finds no such device on this machine. Try accelerator=emul" in answers["error"]
 
 
 @pytest.mark.slow
@@ -133,11 +133,11 @@ def test_ddp_trains_on_two_processes(tmp_path, two_replicas):
 def test_two_processes_share_a_device(tmp_path, two_replicas):
     arguments = {"accelerator": "emul", "folder": str(tmp_path / "runs"), "devices": [0, 0], "strategy": "ddp"}
     process, result = start(tmp_path, "fit", **arguments)
-    _, said = process.communicate(timeout=120)
-    assert process.returncode == 0, said
+    _, log = process.communicate(timeout=120)
+    assert process.returncode == 0, log
     together = json.loads(result.read_text())
-    assert "ranks 0-1 on emul:0 Emulated accelerator" in said
-    assert said.count("Ranks on the same device share its memory and compute.") == 1
+    assert "ranks 0-1 on emul:0 Emulated accelerator" in log
+    assert log.count("Ranks on the same device share its memory and compute.") == 1
     assert together["metrics"] == pytest.approx(two_replicas["metrics"], abs=1e-4)
     assert together["weights"] == pytest.approx(two_replicas["weights"], abs=1e-3)
 
@@ -154,10 +154,10 @@ def test_each_process_sees_the_one_device_that_a_launcher_gives_it(tmp_path, two
         return [start(tmp_path, "fit", {**slurm, **rank, **variables}, **arguments) for rank in ranks]
 
     processes = fit()
-    said = [process.communicate(timeout=120)[1] for process, _ in processes]
-    assert [process.returncode for process, _ in processes] == [0, 0], said
-    assert "rank 0 on emul:0 Emulated accelerator (4); rank 1 on emul:0 Emulated accelerator (5)" in said[0]
-    assert "share" not in said[0]
+    logs = [process.communicate(timeout=120)[1] for process, _ in processes]
+    assert [process.returncode for process, _ in processes] == [0, 0], logs
+    assert "rank 0 on emul:0 Emulated accelerator (4); rank 1 on emul:0 Emulated accelerator (5)" in logs[0]
+    assert "share" not in logs[0]
     first, second = (json.loads(result.read_text()) for _, result in processes)
     assert (first["world_size"], first["device"]) == (2, "emul:0")
     assert first["weights"] == second["weights"] == pytest.approx(two_replicas["weights"], abs=1e-3)
@@ -173,7 +173,7 @@ def test_it_trains_in_half_precision(tmp_path, precision):
     runs = {
         kind: run(tmp_path, "fit", accelerator=kind, folder=str(tmp_path / kind), precision=precision) for kind in where
     }
-    assert {kind: told["device"] for kind, told in runs.items()} == where
+    assert {kind: result["device"] for kind, result in runs.items()} == where
     assert runs["emul"]["metrics"] == pytest.approx(runs["cpu"]["metrics"], abs=0.05)
     dtype = "torch.float16" if precision == "16-mixed" else "torch.bfloat16"
     assert f"conv2d.default in {dtype}" in runs["emul"]["calls"]

@@ -34,16 +34,16 @@ def mean_of(samples):
 @pytest.mark.parametrize("replicas", [1, 2, 3])
 def test_the_mean_is_over_samples_also_with_a_short_last_batch(trainer, stage, replicas):
     made = trainer(replicas=replicas)
-    found = getattr(made, stage)(Measured(), make_loader(18))
-    assert found == [{"mean": pytest.approx(mean_of(18), rel=1e-6), "samples": 18.0}]
-    assert {name: value.item() for name, value in made.callback_metrics.items()} == found[0]
+    results = getattr(made, stage)(Measured(), make_loader(18))
+    assert results == [{"mean": pytest.approx(mean_of(18), rel=1e-6), "samples": 18.0}]
+    assert {name: value.item() for name, value in made.callback_metrics.items()} == results[0]
 
 
 @pytest.mark.parametrize("stage", ["validate", "test"])
 def test_several_loaders_have_a_result_each(trainer, stage):
     task, made = Measured(), trainer()
-    found = getattr(made, stage)(task, [make_loader(18), make_loader(7)])
-    assert found == [
+    results = getattr(made, stage)(task, [make_loader(18), make_loader(7)])
+    assert results == [
         {
             f"mean/dataloader_idx_{index}": pytest.approx(mean_of(samples), rel=1e-6),
             f"samples/dataloader_idx_{index}": float(samples),
@@ -62,9 +62,9 @@ def test_a_name_may_do_without_the_loader(trainer):
         def on_validation_epoch_end(self):
             self.log("end", 5.0)
 
-    found = trainer().validate(Shared(), [make_loader(18), make_loader(7)])
+    results = trainer().validate(Shared(), [make_loader(18), make_loader(7)])
     shared = {"all": 25.0, "end": 5.0}
-    assert found == [
+    assert results == [
         {**shared, f"both/dataloader_idx_{i}": 1.0 + i, f"both_epoch/dataloader_idx_{i}": 1.0 + i} for i in range(2)
     ]
 
@@ -79,7 +79,7 @@ def test_nothing_of_an_earlier_run_is_returned(trainer):
     made, task = trainer(log_every_n_steps=1), Logs()
     made.fit(task, make_loader(), make_loader())
     assert set(made.callback_metrics) == {"train", "mean", "samples"}
-    assert [set(found) for found in made.test(task, make_loader())] == [{"mean", "samples"}]
+    assert [set(result) for result in made.test(task, make_loader())] == [{"mean", "samples"}]
 
 
 def test_validation_in_fit_is_what_validate_finds(trainer):
@@ -124,24 +124,24 @@ class Predicts(Tiny):
 
 @pytest.mark.parametrize("replicas", [1, 2, 3])
 def test_predictions_come_in_the_order_of_the_data(trainer, replicas):
-    found = trainer(replicas=replicas).predict(Predicts(), make_loader(18))
-    assert torch.equal(torch.cat([inputs for inputs, _, _ in found]), make_data(18).tensors[0])
-    assert [len(inputs) for inputs, _, _ in found] == [4, 4, 4, 4, 2]
+    predictions = trainer(replicas=replicas).predict(Predicts(), make_loader(18))
+    assert torch.equal(torch.cat([inputs for inputs, _, _ in predictions]), make_data(18).tensors[0])
+    assert [len(inputs) for inputs, _, _ in predictions] == [4, 4, 4, 4, 2]
 
 
 def test_several_loaders_give_a_list_each(trainer):
-    found = trainer().predict(Predicts(), [make_loader(18), make_loader(7)])
-    assert [len(of_loader) for of_loader in found] == [5, 2]
-    for samples, of_loader, index in zip((18, 7), found, (0, 1), strict=True):
+    predictions = trainer().predict(Predicts(), [make_loader(18), make_loader(7)])
+    assert [len(of_loader) for of_loader in predictions] == [5, 2]
+    for samples, of_loader, index in zip((18, 7), predictions, (0, 1), strict=True):
         assert torch.equal(torch.cat([inputs for inputs, _, _ in of_loader]), make_data(samples).tensors[0])
         assert [place for _, *place in of_loader] == [[batch, index] for batch in range(len(of_loader))]
 
 
 def test_without_a_predict_step_forward_is_called(trainer):
     task, inputs = Tiny(), make_data(18).tensors[0]
-    found = trainer().predict(task, DataLoader(inputs, batch_size=4))
+    predictions = trainer().predict(task, DataLoader(inputs, batch_size=4))
     with torch.no_grad():
-        assert all(map(torch.equal, found, map(task, inputs.split(4))))  # other sizes may have other last bits
+        assert all(map(torch.equal, predictions, map(task, inputs.split(4))))  # other sizes may have other last bits
 
 
 def test_predictions_may_be_left_out(trainer):
@@ -195,13 +195,13 @@ class Stream(IterableDataset):
     ids=["stream", "sampler", "distributed", "batches", "shuffled", "worker"],
 )
 def test_any_loader_is_counted_once(trainer, loader, replicas):
-    found = trainer(replicas=replicas).validate(Measured(), loader())
-    assert found == [{"mean": pytest.approx(mean_of(18), rel=1e-5), "samples": 18.0}]
+    results = trainer(replicas=replicas).validate(Measured(), loader())
+    assert results == [{"mean": pytest.approx(mean_of(18), rel=1e-5), "samples": 18.0}]
 
 
 def test_a_list_of_batches_within_a_list_is_a_loader(trainer):
-    found = trainer().validate(Measured(), [list(make_loader(18))])
-    assert found[0]["samples"] == 18.0
+    results = trainer().validate(Measured(), [list(make_loader(18))])
+    assert results[0]["samples"] == 18.0
 
 
 def test_validation_with_augmentation_is_the_same_every_time(trainer):
@@ -352,9 +352,9 @@ def test_each_loader_has_the_names_that_it_logged(trainer):
         def on_test_epoch_end(self):
             self.log("end", 5.0)
 
-    found = trainer().test(Names(), [make_loader(18), make_loader(7)])
-    both = {"shared": 3.0, "end": 5.0}
-    assert found == [{"own0": 1.0, **both}, {"own1": 2.0, "late": 2.0, "late_epoch": 2.0, **both}]
+    results = trainer().test(Names(), [make_loader(18), make_loader(7)])
+    shared = {"shared": 3.0, "end": 5.0}
+    assert results == [{"own0": 1.0, **shared}, {"own1": 2.0, "late": 2.0, "late_epoch": 2.0, **shared}]
 
 
 def test_predictions_are_returned_unless_they_are_not_wanted(trainer):
@@ -362,8 +362,8 @@ def test_predictions_are_returned_unless_they_are_not_wanted(trainer):
     assert trainer().predict(Predicts(), make_loader(), return_predictions=False) == []
 
 
-@pytest.mark.parametrize(("loaders", "given"), [(1, 2), (2, 3)])
-def test_a_step_of_any_arguments_is_given_the_index_of_the_loader_where_there_are_several(trainer, loaders, given):
+@pytest.mark.parametrize(("loaders", "count"), [(1, 2), (2, 3)])
+def test_a_step_of_any_arguments_is_given_the_index_of_the_loader_where_there_are_several(trainer, loaders, count):
     seen = set()
 
     class Takes(Tiny):
@@ -371,7 +371,7 @@ def test_a_step_of_any_arguments_is_given_the_index_of_the_loader_where_there_ar
             seen.add(len(arguments))
 
     trainer().predict(Takes(), [make_loader()] * loaders)
-    assert seen == {given}
+    assert seen == {count}
 
 
 def test_an_evaluation_without_a_batch_calls_no_hook(trainer):

@@ -358,8 +358,8 @@ def test_deterministic_and_anomaly_mode_hold_for_the_run_only(trainer):
             return self.loss(batch)
 
     before = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
-    for given, warn in ((True, False), ("warn", True)):
-        trainer(deterministic=given, detect_anomaly=True).fit(Looks(), make_loader())
+    for setting, warn in ((True, False), ("warn", True)):
+        trainer(deterministic=setting, detect_anomaly=True).fit(Looks(), make_loader())
         assert seen == {"deterministic": True, "warn": warn, "anomaly": True, "cublas": before or ":4096:8"}
         assert os.environ.get("CUBLAS_WORKSPACE_CONFIG") == before
         assert not torch.are_deterministic_algorithms_enabled()

@@ -94,8 +94,8 @@ def test_what_is_trained_goes_to_training_mode(trainer, caplog, steps):
     task = Loaded()
     for _ in range(2):
         trainer(num_sanity_val_steps=steps, val_check_interval=2).fit(task, make_loader(), make_loader())
-    told = [record.message for record in caplog.records if "evaluation mode" in record.message]
-    assert told == [
+    messages = [record.message for record in caplog.records if "evaluation mode" in record.message]
+    assert messages == [
         "trained started in evaluation mode and is now in training mode, so that dropout is active. To keep "
         "evaluation mode, call .eval() in on_train_epoch_start."
     ]
@@ -174,13 +174,13 @@ def test_a_task_can_ask_how_much_there_is_to_do(trainer, options, batches, steps
 
 
 def test_the_trainer_says_what_it_is_doing(trainer):
-    said = []
+    states = []
 
     class Asks(Validated):
         def say(self):
             made = self.trainer
             words = ("sanity_checking", "training", "validating", "testing", "predicting", "evaluating", "running")
-            said.append((made.stage, *(word for word in words if getattr(made, word))))
+            states.append((made.stage, *(word for word in words if getattr(made, word))))
 
         def training_step(self, batch, batch_idx):
             self.say()
@@ -196,7 +196,7 @@ def test_the_trainer_says_what_it_is_doing(trainer):
     made.validate(task, make_loader(4))
     made.test(task, make_loader(4))
     made.predict(task, make_loader(4))
-    assert said == [
+    assert states == [
         ("fit", "sanity_checking", "running"),
         ("fit", "training", "running"),
         ("fit", "validating", "evaluating", "running"),
@@ -240,14 +240,14 @@ def test_overfit_batches_limits_both_loaders(trainer, limit, batches, shuffle):
     assert torch.equal(torch.cat(task.validated), torch.cat(task.seen)[: 4 * batches].repeat(2, 1))
 
 
-@pytest.mark.parametrize(("given", "batches"), [(True, 1), (2, 2)])
-def test_fast_dev_run(trainer, tmp_path, given, batches):
+@pytest.mark.parametrize(("limit", "batches"), [(True, 1), (2, 2)])
+def test_fast_dev_run(trainer, tmp_path, limit, batches):
     class Counts(Watched):
         def test_step(self, batch):
             self.batches += 1
 
     options = {"logger": True, "enable_checkpointing": True, "callbacks": lg.callbacks.EarlyStopping("val_loss")}
-    task, made = Counts(), trainer(max_epochs=9, fast_dev_run=given, **options)
+    task, made = Counts(), trainer(max_epochs=9, fast_dev_run=limit, **options)
     made.fit(task, make_loader(), make_loader())
     assert (made.global_step, task.batches, task.at) == (batches, batches, [batches])
     made.test(task, make_loader())

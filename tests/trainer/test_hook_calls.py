@@ -148,8 +148,8 @@ class Data(lg.DataModule):
 def test_the_life_of_a_data_module(trainer, position):
     record = []
     task, data, made = RecordingTask([]), Data(record), trainer()
-    given = ((task,), {"datamodule": data}) if position == "keyword" else ((task, data), {})
-    made.fit(*given[0], **given[1])
+    arguments = ((task,), {"datamodule": data}) if position == "keyword" else ((task, data), {})
+    made.fit(*arguments[0], **arguments[1])
     assert record == [
         ("prepare_data", True),
         ("setup", "fit"),
@@ -160,7 +160,7 @@ def test_the_life_of_a_data_module(trainer, position):
     assert made.datamodule is data
     for stage in ("validate", "test", "predict"):
         record.clear()
-        getattr(made, stage)(*given[0], **given[1])
+        getattr(made, stage)(*arguments[0], **arguments[1])
         assert [name for name, _ in record] == ["prepare_data", "setup", "val_dataloader", "teardown"]
         assert record[1] == ("setup", stage)
 
@@ -185,7 +185,7 @@ def test_the_data_module_comes_before_the_task(trainer):
     task = Own(record)
     trainer(callbacks=make_recorder(Recorder, record)).fit(task, datamodule=Part())
     for name, who in (("prepare_data", "DT"), ("setup", "DCT")):
-        assert [by for what, by in record if what == name] == list(who)
+        assert [by for hook, by in record if hook == name] == list(who)
     assert ("val_dataloader", "T") in record  # which the data module does not have
 
 

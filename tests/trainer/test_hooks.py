@@ -31,10 +31,10 @@ def read_drawing():
     root = Block("run")
     open_blocks = [root]
     for line in drawing_module.__doc__.splitlines():
-        found = re.fullmatch(r"    ((?:\|   )*)(\+-- )?(?:    )?(.+)", line)
-        if found is None:
+        match = re.fullmatch(r"    ((?:\|   )*)(\+-- )?(?:    )?(.+)", line)
+        if match is None:
             continue
-        bars, opens, text = found.groups()
+        bars, opens, text = match.groups()
         depth = bars.count("|") + 1
         del open_blocks[depth:]
         if opens:
@@ -64,9 +64,9 @@ def block_named(block, title):
     """Return the first block that is drawn under this title."""
     for item in block.items:
         if isinstance(item, Block) and item.items:
-            found = item if item.title.startswith(title) else block_named(item, title)
-            if found:
-                return found
+            inner = item if item.title.startswith(title) else block_named(item, title)
+            if inner:
+                return inner
     return None
 
 
@@ -78,10 +78,10 @@ def test_every_hook_in_the_drawing_exists_and_every_hook_that_exists_is_drawn():
     drawn = list(hooks_in(read_drawing()))
     of_callbacks = {name for name, who in drawn if "C" in who}
     of_tasks = {name for name, who in drawn if "T" in who}
-    others = ("test", "predict")
-    assert of_callbacks | {for_stage(name, word) for name in of_callbacks for word in others} == set(CALLBACK_HOOKS)
+    stages = ("test", "predict")
+    assert of_callbacks | {for_stage(name, word) for name in of_callbacks for word in stages} == set(CALLBACK_HOOKS)
     hooks = {name for name in of_tasks if name in TASK_HOOKS}
-    assert hooks | {for_stage(name, word) for name in hooks for word in others} == set(TASK_HOOKS)
+    assert hooks | {for_stage(name, word) for name in hooks for word in stages} == set(TASK_HOOKS)
     methods = of_tasks - hooks
     assert all(hasattr(lg.Task, name) for name in methods)
     loaders = {"train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader"}
@@ -189,7 +189,7 @@ def test_callbacks_that_come_last_see_what_the_others_did(trainer):
     trainer(callbacks=[late, early]).fit(task, make_loader(8), make_loader(8))
     shared = set(CALLBACK_HOOKS) & set(TASK_HOOKS) & {name for name, _ in record}
     for name in shared - {"setup", "teardown"}:  # there the data module has its place
-        assert [who for what, who in record if what == name][:3] == ["early", "task", "late"], name
+        assert [who for hook, who in record if hook == name][:3] == ["early", "task", "late"], name
     names = [call for call in record if call[0] in ("on_train_epoch_end", "lr_scheduler_step")]
     assert names[-4:] == [
         ("lr_scheduler_step", "task"),
@@ -221,20 +221,20 @@ def test_saving_and_resuming_fire_their_hooks(trainer, tmp_path):
 
 def test_what_hooks_add_to_a_checkpoint_comes_back(trainer):
     class Keeps(Tiny):
-        found = None
+        restored = None
 
         def on_save_checkpoint(self, checkpoint):
             checkpoint["mine"] = {"numbers": torch.arange(3), "word": "yes"}
 
         def on_load_checkpoint(self, checkpoint):
-            self.found = checkpoint["mine"]
+            self.restored = checkpoint["mine"]
 
     options = {"callbacks": lg.callbacks.Checkpoint(), "enable_checkpointing": True}
     trainer(**options).fit(Keeps(), make_loader(8))
     task = Keeps()
     trainer(max_epochs=2, **options).fit(task, make_loader(8), resume="auto")
-    assert task.found["word"] == "yes"
-    assert task.found["numbers"].tolist() == [0, 1, 2]
+    assert task.restored["word"] == "yes"
+    assert task.restored["numbers"].tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize("stage", ["fit", "validate"])
@@ -275,8 +275,8 @@ def test_an_exception_reaches_everyone_and_everything_is_torn_down(trainer, stag
     made = trainer(callbacks=Watches(), num_sanity_val_steps=0)
     with pytest.raises(ZeroDivisionError):
         getattr(made, stage)(Fails(), datamodule=Data())
-    told = [("callback", "now"), ("task", "now"), ("data", "now")]
-    assert calls == [*told, ("data teardown", stage), ("callback teardown", stage), ("task teardown", stage)]
+    exceptions = [("callback", "now"), ("task", "now"), ("data", "now")]
+    assert calls == [*exceptions, ("data teardown", stage), ("callback teardown", stage), ("task teardown", stage)]
     assert not made.running
 
 

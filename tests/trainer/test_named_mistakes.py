@@ -155,8 +155,8 @@ def test_a_word_beside_lightnings_is_refused_where_the_right_one_is_missing(refu
     kind = type("Words", (Tiny,), {name: lambda self, *arguments: None})
     assert f"Words.{name}" in (message := refused(TaskError, kind()))
     assert f"Did you mean '{meant}'?" in message
-    both = type("Both", (Validated,), {"validate_step": lambda self, *arguments: None})
-    trainer().fit(both(), make_loader())
+    mixed = type("Both", (Validated,), {"validate_step": lambda self, *arguments: None})
+    trainer().fit(mixed(), make_loader())
 
 
 def test_a_missing_training_step_names_the_one_that_is_nearly_it(refused):

@@ -217,10 +217,10 @@ def test_environments_of_other_versions_have_the_bounds_of_setup_cfg():
     options = configparser.ConfigParser()
     options.read(ROOT / "setup.cfg")
     needed = dict(re.findall(r"^([\w-]+)(.*)$", options["options"]["install_requires"], re.MULTILINE))
-    lowest, newest, other = map(constraints, ("lowest", "newest", "2.12"))
+    lowest, newest, pinned = map(constraints, ("lowest", "newest", "2.12"))
     assert all(needed[name].startswith(f">={lowest[name]}") for name in needed)  # each has a bound, and it is taken
     assert lowest["torchmetrics"] == "1.3"  # older ones import distutils
     assert not {*needed, "torchmetrics", "onnx"} & newest.keys()
-    assert other["torch"] == "2.12.*"
-    assert other["omegaconf"] > lowest["omegaconf"]
-    assert lowest["pytest"] == newest["pytest"] == other["pytest"]  # tools stay
+    assert pinned["torch"] == "2.12.*"
+    assert pinned["omegaconf"] > lowest["omegaconf"]
+    assert lowest["pytest"] == newest["pytest"] == pinned["pytest"]  # tools stay

@@ -31,16 +31,16 @@ TWO = {"hold": "step-4", "pace": 0.1, "devices": 2, "strategy": "ddp"}  # what a
 class Running:
     """A run in its own process group, as started by a terminal or a scheduler."""
 
-    def __init__(self, folder: Path, what: dict[str, Any] | tuple[Any, ...] | list[str], **popen: Any) -> None:
-        """`what`: options of a run, a function with its arguments, or the words of a command."""
+    def __init__(self, folder: Path, program: dict[str, Any] | tuple[Any, ...] | list[str], **popen: Any) -> None:
+        """`program`: options of a run, a function with its arguments, or the words of a command."""
         self.folder = folder
         for mark in folder.glob("*-*"):
             mark.unlink()
-        if isinstance(what, list):
+        if isinstance(program, list):
             streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **popen}
-            self.process = subprocess.Popen(what, start_new_session=True, **streams)
+            self.process = subprocess.Popen(program, start_new_session=True, **streams)
         else:
-            called = what if isinstance(what, tuple) else (preempted_run.run, folder, what)
+            called = program if isinstance(program, tuple) else (preempted_run.run, folder, program)
             self.process = Forked(*called, **popen)
         self.output = self.errors = ""
 
@@ -60,8 +60,8 @@ class Running:
 
 
 @contextmanager
-def running(folder: Path, what: dict[str, Any] | tuple[Any, ...] | list[str], **popen: Any) -> Iterator[Running]:
-    run = Running(folder, what, **popen)
+def running(folder: Path, program: dict[str, Any] | tuple[Any, ...] | list[str], **popen: Any) -> Iterator[Running]:
+    run = Running(folder, program, **popen)
     try:
         yield run
     finally:
@@ -80,16 +80,16 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Ten
 def assert_resumes(folder: Path, options: dict[str, Any], weights: dict[str, torch.Tensor]) -> None:
     """Resume without delays; it must end with the bits of the undisturbed run."""
     preempted_run.run(folder, {**options, "pace": 0.0, "hold": ""})
-    found = torch.load(folder / "weights.pt", weights_only=True)
-    assert all(torch.equal(found[name], value) for name, value in weights.items())
+    resumed = torch.load(folder / "weights.pt", weights_only=True)
+    assert all(torch.equal(resumed[name], value) for name, value in weights.items())
 
 
 def checkpoints(folder: Path) -> list[str]:
     """Return the names of all checkpoints, each of which must be complete."""
-    found = find.checkpoints_in(folder / "runs" / "default" / "version_0" / "checkpoints")
-    for path in found:
+    paths = find.checkpoints_in(folder / "runs" / "default" / "version_0" / "checkpoints")
+    for path in paths:
         find.verify(path)
-    return [path.name for path in found]
+    return [path.name for path in paths]
 
 
 def stopped_at(run: Running) -> int:
@@ -98,9 +98,9 @@ def stopped_at(run: Running) -> int:
     assert len(lines) == 1, run.errors
     assert "is complete" in lines[0]
     assert "Traceback" not in run.errors
-    found = re.search(r"stopped at step (\d+)", lines[0])
-    assert found is not None
-    return int(found[1])
+    match = re.search(r"stopped at step (\d+)", lines[0])
+    assert match is not None
+    return int(match[1])
 
 
 # --- one process ------------------------------------------------------------------------------------------------------
@@ -187,8 +187,8 @@ def test_any_moment(tmp_path, undisturbed):
     assert ends[-1] == 0
     assert ends.count(RESUME_ME) >= 5
     # Python swallows what a handler raises within a destructor or a callback, and says so; the run ends all the same.
-    said = re.sub(r"Exception ignored in.*?\nSystemExit: 75\n", "", run.errors, flags=re.DOTALL)
-    assert "Traceback" not in said
+    errors = re.sub(r"Exception ignored in.*?\nSystemExit: 75\n", "", run.errors, flags=re.DOTALL)
+    assert "Traceback" not in errors
     checkpoints(tmp_path)
     assert_resumes(tmp_path, {}, undisturbed)
 
@@ -239,10 +239,10 @@ def test_a_signal_to_any_of_two_processes(tmp_path, undisturbed, whom):
     with running(tmp_path, options) as run:
         ranks = [run.wait_for("step-4-0"), run.wait_for("step-4-1")]
         # everyone: with the loaders' workers, as SLURM does it; the launcher's own children are in its session
-        told = {"rank 0": ranks[:1], "rank 1": ranks[1:], "all": ranks, "launcher": [run.process.pid]}
+        targets = {"rank 0": ranks[:1], "rank 1": ranks[1:], "all": ranks, "launcher": [run.process.pid]}
         if whom == "everyone":
-            told[whom] = [run.process.pid] + [p for rank in ranks for p in [rank, *children(rank)]]
-        for process in told[whom]:
+            targets[whom] = [run.process.pid] + [p for rank in ranks for p in [rank, *children(rank)]]
+        for process in targets[whom]:
             os.kill(process, signal.SIGTERM)
         assert run.end() == RESUME_ME, run.errors
     step = stopped_at(run)

@@ -50,11 +50,11 @@ def weights(optimizer):
 
 
 def test_a_step_without_them_is_the_same():
-    one, other = some_optimizer(), some_optimizer()
+    plain, marked = some_optimizer(), some_optimizer()
     for _ in range(3):
-        one.step()
-        step_of(other)()
-    assert torch.equal(weights(one), weights(other))
+        plain.step()
+        step_of(marked)()
+    assert torch.equal(weights(plain), weights(marked))
     assert step_of(some_optimizer())(lambda: 7) == 7
 
 
@@ -88,8 +88,8 @@ def test_a_step_that_was_replaced_is_called():
             seen.append("own")
             return super().step(closure)
 
-    own = Own([torch.nn.Parameter(torch.ones(1))], lr=0.1)
-    step_of(own)()
+    custom = Own([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    step_of(custom)()
     assert seen == ["closure", "own"]
 
 
@@ -142,14 +142,14 @@ def test_a_step_replaced_beyond_a_schedulers_is_called():
 
 def test_schedulers_see_that_the_optimizer_came_first():
     """They warn otherwise, which is an error here."""
-    optimizer, other = some_optimizer(), some_optimizer()
-    schedulers = [torch.optim.lr_scheduler.StepLR(one, 1, gamma=0.5) for one in (optimizer, other)]
+    optimizer, reference = some_optimizer(), some_optimizer()
+    schedulers = [torch.optim.lr_scheduler.StepLR(scheduled, 1, gamma=0.5) for scheduled in (optimizer, reference)]
     for _ in range(3):
         step_of(optimizer)()
-        other.step()
+        reference.step()
         for scheduler in schedulers:
             scheduler.step()
-    assert torch.equal(weights(optimizer), weights(other))
+    assert torch.equal(weights(optimizer), weights(reference))
 
 
 class MoreThanItSays(IterableDataset):

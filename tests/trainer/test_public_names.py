@@ -109,9 +109,9 @@ def loaded_by(code, before="pass"):
 
 
 def test_legato_alone_does_not_load_torch():
-    found = loaded_by("import legato, legato.base.errors, legato.base.arguments, legato.callbacks, legato.tasks")
-    assert "legato" in found
-    assert not {"torch", "numpy", "omegaconf", "tqdm", "tensorboard"} & found
+    modules = loaded_by("import legato, legato.base.errors, legato.base.arguments, legato.callbacks, legato.tasks")
+    assert "legato" in modules
+    assert not {"torch", "numpy", "omegaconf", "tqdm", "tensorboard"} & modules
 
 
 @pytest.mark.slow
@@ -122,9 +122,9 @@ def test_the_order_of_samples_can_be_worked_out_without_torch():
 @pytest.mark.slow
 def test_the_trainer_loads_nothing_that_is_needed_only_sometimes():
     use = "import legato; legato.Trainer; legato.Task; legato.DataModule; legato.Callback"
-    found = loaded_by(use, before="import torch")
-    assert "legato" in found
-    assert not {"tensorboard", "torchmetrics", "tqdm", "sklearn", "torchvision", "torchdata"} & found
+    modules = loaded_by(use, before="import torch")
+    assert "legato" in modules
+    assert not {"tensorboard", "torchmetrics", "tqdm", "sklearn", "torchvision", "torchdata"} & modules
 
 
 @pytest.mark.slow
@@ -132,9 +132,9 @@ def test_an_evaluation_does_not_load_torchs_compiler(tmp_path):
     """It takes a second; torch loads it with the first optimizer."""
     arguments = f"accelerator='cpu', devices=1, enable_progress_bar=False, default_root_dir={str(tmp_path)!r}"
     make = "import legato; task = type('T', (legato.Task,), {'validation_step': lambda self, batch: None})()"
-    found = loaded_by(f"{make}; legato.Trainer({arguments}).validate(task, [[1]])", before="import torch")
-    assert "legato" in found
-    assert "sympy" not in found
+    modules = loaded_by(f"{make}; legato.Trainer({arguments}).validate(task, [[1]])", before="import torch")
+    assert "legato" in modules
+    assert "sympy" not in modules
 
 
 # --- budgets ----------------------------------------------------------------------------------------------------------
@@ -162,9 +162,9 @@ def test_the_exceptions_are_still_needed():
     for entry in MANY_PARAMETERS:
         name, function = entry.split(": ")
         sizes = [
-            len([*found.args.args, *found.args.kwonlyargs]) - 1
-            for found in functions_of(TREES[name])
-            if found.name == function
+            len([*definition.args.args, *definition.args.kwonlyargs]) - 1
+            for definition in functions_of(TREES[name])
+            if definition.name == function
         ]
         assert max(sizes) > 10, entry
 

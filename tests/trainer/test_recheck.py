@@ -77,11 +77,11 @@ def test_a_flipped_bit_is_found_before_the_update(name, reproducible, the_pass, 
         r"The two computations of step 4 differ: "
         r"the gradient of head.weight \((\w{16}), then (\w{16})\) on rank (\d) "
     )
-    said = re.match(wanted, str(caught.value))
-    assert said, caught.value
-    assert abs(int(said[1], 16) - int(said[2], 16)) % 2**32 == 8  # of two gradients in a word
-    assert int(said[3]) == rank
-    assert "on rank" not in str(caught.value)[said.end() : said.end() + 40]  # and on no other
+    match = re.match(wanted, str(caught.value))
+    assert match, caught.value
+    assert abs(int(match[1], 16) - int(match[2], 16)) % 2**32 == 8  # of two gradients in a word
+    assert int(match[3]) == rank
+    assert "on rank" not in str(caught.value)[match.end() : match.end() + 40]  # and on no other
     assert "both passes of step 2 were equal" in str(caught.value)
     assert max(tmp_path.glob("kept/step-*")).name == "step-00000003"
 
@@ -202,7 +202,7 @@ class Adversaries(Rich):
         return [loss, self.head(self.body(batch[0])).square().mean()]
 
     def configure_optimizers(self):
-        return [torch.optim.SGD(one.parameters(), 0.1) for one in (self.body, self.head)]
+        return [torch.optim.SGD(module.parameters(), 0.1) for module in (self.body, self.head)]
 
 
 def noisy():

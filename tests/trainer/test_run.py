@@ -27,7 +27,7 @@ class Watching(lg.Callback):
 
 
 def look(name):
-    def hook(self, trainer, *others):
+    def hook(self, trainer, *arguments):
         self.seen.append(name)
         now = {key: id(value) for key, value in vars(trainer.current_run).items()}
         self.first = self.first or now

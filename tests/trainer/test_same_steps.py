@@ -175,8 +175,10 @@ def compare(cases):
     expected = [run(case, 1) for case in cases]
     for processes in range(2, 1 + max(case["replicas"] for case in cases)):
         chosen = [index for index, case in enumerate(cases) if case["replicas"] >= processes]
-        found = run_workers(lambda indices=chosen, count=processes: [run(cases[i], count) for i in indices], processes)
-        for index, result in zip(chosen, found, strict=True):
+        results = run_workers(
+            lambda indices=chosen, count=processes: [run(cases[i], count) for i in indices], processes
+        )
+        for index, result in zip(chosen, results, strict=True):
             assert same(result, expected[index]), (processes, cases[index])
     return expected
 

@@ -116,5 +116,5 @@ def test_plateaus_by_steps_step_once_from_any_checkpoint(trainer, hook, step):
     source = made.run_dir / "checkpoints" / "here"
     resumed = trainer(**options)
     resumed.fit(Watched(), *loaders, resume=source)
-    scheduler, again = (one.lr_scheduler_configs[0].scheduler.state_dict() for one in (made, resumed))
+    scheduler, again = (fitted.lr_scheduler_configs[0].scheduler.state_dict() for fitted in (made, resumed))
     assert scheduler == again

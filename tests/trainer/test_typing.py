@@ -134,8 +134,10 @@ def test_an_editable_install_runs_from_its_own_place(environment, tmp_path):
         str(ROOT / "__init__.py"),
         str(ROOT / "base" / "errors.py"),
     ]
-    other = tmp_path / "legato"
-    other.mkdir()
-    (other / "__init__.py").touch()
-    found = quick_run(python, "-c", "import legato; print(legato.__file__)", env={"PYTHONPATH": str(tmp_path)}, cwd="/")
-    assert found.strip() == str(other / "__init__.py")
+    package = tmp_path / "legato"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    printed = quick_run(
+        python, "-c", "import legato; print(legato.__file__)", env={"PYTHONPATH": str(tmp_path)}, cwd="/"
+    )
+    assert printed.strip() == str(package / "__init__.py")

@@ -21,20 +21,20 @@ def imported(tmp_path_factory):
     assert run(tmp_path_factory.mktemp("first"), "nothing", fails=False) is None
 
 
-def check(point, fails, said, notes, changed):
+def check(point, fails, text, notes, changed):
     """The error of the user comes first, else the injected one; the other one is a note where its hook was called."""
     assert not changed
     name = point.rpartition(".")[2]
     if not fails:
         if name == "on_exception":
-            assert said == ""
+            assert text == ""
         elif point == "background save":
-            assert said.startswith("CheckpointError")
-            assert "is not a checkpoint" in said
+            assert text.startswith("CheckpointError")
+            assert "is not a checkpoint" in text
         else:
-            assert said == "Injected: injected"
-    elif said != "Users: the user's":  # what failed before the user's step did
-        assert said == "Injected: injected" or point == "background save"
+            assert text == "Injected: injected"
+    elif text != "Users: the user's":  # what failed before the user's step did
+        assert text == "Injected: injected" or point == "background save"
         assert not any("Users" in note for note in notes)
         assert name not in AFTER_AN_ERROR
     elif name in AFTER_AN_ERROR:
@@ -68,8 +68,8 @@ def test_two_processes(two_processes, point, fails):
 def test_what_only_rank_0_has_fails(tmp_path, point, fails):
     before = state_of_process()
     error = run(tmp_path, point, fails, (0,), strategy="ddp", devices=2)
-    said, notes = say(error)
-    assert said == ("Users: the user's" if fails else "Injected: injected")
+    text, notes = say(error)
+    assert text == ("Users: the user's" if fails else "Injected: injected")
     assert not differences(before, state_of_process())
     if fails:
         assert any("Injected: injected" in note for note in notes)
