@@ -96,8 +96,8 @@ def run(task, samples=22, resume=None, **arguments):
     return trainer
 
 
-def differs(task, other, tolerance=1e-6):
+def differs(task, reference, tolerance=1e-6):
     """Return the differences between two tasks that exceed the tolerance."""
-    if close(flat(task), flat(other), tolerance):
+    if close(flat(task), flat(reference), tolerance):
         return ""
-    return f"{type(task).__name__} differs by {(flat(task) - flat(other)).abs().max():.2e}"
+    return f"{type(task).__name__} differs by {(flat(task) - flat(reference)).abs().max():.2e}"

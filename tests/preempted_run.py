@@ -46,9 +46,9 @@ class Slow(lg.Task):
         self.model = nn.Sequential(nn.Linear(3, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Dropout(0.2), nn.Linear(6, 1))
         self.folder, self.pace, self.hold = folder, pace, hold
 
-    def mark(self, what: str) -> None:
-        leave(self.folder / f"{what}-{self.trainer.global_rank}", str(os.getpid()))
-        while what == self.hold and not (self.folder / "go").exists():
+    def mark(self, name: str) -> None:
+        leave(self.folder / f"{name}-{self.trainer.global_rank}", str(os.getpid()))
+        while name == self.hold and not (self.folder / "go").exists():
             time.sleep(0.005)
 
     def work(self, steps: int = 1) -> None:

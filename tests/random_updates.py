@@ -130,8 +130,8 @@ class Ranks(lg.callbacks.MonitoringCallback):
 
     def on_train_end(self, trainer, task):
         weights = [parameter.detach() for parameter in task.parameters()]
-        own = [getattr(weight, "full_tensor", lambda weight=weight: weight)().clone() for weight in weights]
-        self.weights = trainer.strategy.collectives.gather_objects(own)
+        full_weights = [getattr(weight, "full_tensor", lambda weight=weight: weight)().clone() for weight in weights]
+        self.weights = trainer.strategy.collectives.gather_objects(full_weights)
         self.logged = trainer.strategy.collectives.gather_objects(dict(trainer.callback_metrics))
         self.drawn = trainer.strategy.collectives.gather_objects(getattr(task, "drawn", None))
 
@@ -149,4 +149,4 @@ def train(task, folder, checkpoint=None, callbacks=(), samples=54, **options):
 
 def largest_difference(first, second):
     """The largest difference between two lists of tensors."""
-    return max(float((one - other).abs().max()) for one, other in zip(first, second, strict=True))
+    return max(float((ours - theirs).abs().max()) for ours, theirs in zip(first, second, strict=True))

@@ -167,11 +167,11 @@ def is_time(name):
 
 def scalars(run_dir):
     """Return the points that TensorBoard shows: (tag, step) -> values. Not `~best/`, written whenever a run ends."""
-    found = {}
+    written = {}
     for tag, shown in points(run_dir).items():
         for step, value in shown:
-            found.setdefault((tag, step), []).append(value)
-    return {key: values for key, values in found.items() if not is_time(key[0]) and not key[0].startswith("~best/")}
+            written.setdefault((tag, step), []).append(value)
+    return {key: values for key, values in written.items() if not is_time(key[0]) and not key[0].startswith("~best/")}
 
 
 def summary(trainer, task):

@@ -13,9 +13,9 @@ class ThreadRank:
         barrier, values = self.shared
         values[self.rank] = value
         barrier.wait()
-        found = list(values)
+        gathered = list(values)
         barrier.wait()
-        return found
+        return gathered
 
 
 def on_ranks(size, work):

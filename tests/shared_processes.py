@@ -23,10 +23,10 @@ class Results(dict[Any, Any]):
     """What each case returned, by name; to look at a case that failed raises what it raised."""
 
     def __getitem__(self, name: Any) -> Any:
-        found = super().__getitem__(name)
-        if isinstance(found, BaseException):
-            raise found
-        return found
+        result = super().__getitem__(name)
+        if isinstance(result, BaseException):
+            raise result
+        return result
 
 
 def run_cases(
@@ -38,7 +38,7 @@ def run_cases(
     `options` are those of `run_workers`.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    found, left = Results(), dict(cases)
+    results, left = Results(), dict(cases)
     while left:
         error: BaseException | None = None
         try:
@@ -46,15 +46,15 @@ def run_cases(
         except Exception as raised:
             error = raised
         for name in [name for name in left if _file(folder, name).exists()]:
-            found[name] = pickle.loads(_file(folder, name).read_bytes())
+            results[name] = pickle.loads(_file(folder, name).read_bytes())
             del left[name]
         if error is not None and not left:  # they failed on the way out
             raise error
         if error is not None:  # cases are called in order, so it is the first that has no result
             name = next(iter(left))
-            found[name] = error
+            results[name] = error
             del left[name]
-    return found
+    return results
 
 
 def _work(cases: Mapping[Any, Case], folder: Path, seconds: float) -> None:
@@ -66,9 +66,9 @@ def _work(cases: Mapping[Any, Case], folder: Path, seconds: float) -> None:
         if dist.is_initialized():
             dist.barrier()  # a case is done when it is on all ranks
         if place.rank == 0:
-            part = _file(folder, name).with_suffix(".part")
-            part.write_bytes(cloudpickle.dumps(value))
-            part.replace(_file(folder, name))
+            temporary = _file(folder, name).with_suffix(".part")
+            temporary.write_bytes(cloudpickle.dumps(value))
+            temporary.replace(_file(folder, name))
     faulthandler.cancel_dump_traceback_later()
 
 

@@ -45,24 +45,30 @@ class SimulatedDevices(TorchFunctionMode):
             return self.move(function, *arguments, **options)
         if name.startswith("_foreach"):  # each pair of tensors for itself, as torch does where devices differ
             output = function(*arguments, **options)
-            return [put(one, device_of(own)) for one, own in zip(output or (), arguments[0], strict=False)] or output
+            return [
+                put(result, device_of(tensor)) for result, tensor in zip(output or (), arguments[0], strict=False)
+            ] or output
         tensors = [leaf for leaf in tree_leaves((arguments, options)) if isinstance(leaf, Tensor)]
         wanted = options.get("device")
         if wanted is not None and torch.device(wanted) in DEVICES:
             options = {**options, "device": "cpu"}
             return mark(function(*arguments, **options), torch.device(wanted))
-        found = {device_of(tensor) for tensor in tensors if tensor.ndim}
-        if len(found) > 1 and name not in READS_ANY:
-            raise RuntimeError(f"{name}: expected all tensors on the same device, but found {sorted(map(str, found))}")
-        home = next(iter(found), None) or next((device_of(tensor) for tensor in tensors), CPU)
+        devices = {device_of(tensor) for tensor in tensors if tensor.ndim}
+        if len(devices) > 1 and name not in READS_ANY:
+            raise RuntimeError(
+                f"{name}: expected all tensors on the same device, but found {sorted(map(str, devices))}"
+            )
+        home = next(iter(devices), None) or next((device_of(tensor) for tensor in tensors), CPU)
         return mark(function(*arguments, **options), home)
 
     def move(self, function, tensor, *arguments, **options):
         if function is Tensor.copy_:
             return function(tensor, *arguments, **options)
-        places = [one for one in [*arguments, options.get("device")] if isinstance(one, (torch.device, str))]
+        places = [
+            argument for argument in [*arguments, options.get("device")] if isinstance(argument, (torch.device, str))
+        ]
         target = CPU if function is Tensor.cpu else torch.device(places[0]) if places else device_of(tensor)
-        kinds = [one for one in [*arguments, options.get("dtype")] if isinstance(one, torch.dtype)]
+        kinds = [argument for argument in [*arguments, options.get("dtype")] if isinstance(argument, torch.dtype)]
         if target == device_of(tensor):
             return put(tensor.to(*kinds) if kinds and tensor.dtype != kinds[0] else tensor, target)
         self.moves.append((device_of(tensor), target, tuple(tensor.shape)))

@@ -85,15 +85,15 @@ class Two(Tiny):
 @contextmanager
 def unchanged():
     """See that no resume in here says that its settings have changed."""
-    said = []
+    messages = []
     handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
+    handler.emit = lambda record: messages.append(record.getMessage())
     logging.getLogger("legato").addHandler(handler)
     try:
         yield
     finally:
         logging.getLogger("legato").removeHandler(handler)
-    assert not [message for message in said if "with settings that differ" in message]
+    assert not [message for message in messages if "with settings that differ" in message]
 
 
 class Memory(Logger):

@@ -47,8 +47,8 @@ class Regression(lg.Task):
         self.layer = nn.Linear(width, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.layer(x)
-        return found
+        output: Tensor = self.layer(x)
+        return output
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         x, y = batch

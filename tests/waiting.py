@@ -35,14 +35,14 @@ def children(process: int | None = None) -> set[int]:
 
 def members(session: int) -> list[int]:
     """Return the processes of a session that still run."""
-    found = []
+    processes = []
     for process in psutil.process_iter():
         try:
             if os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process.pid)
+                processes.append(process.pid)
         except (ProcessLookupError, psutil.NoSuchProcess):
             continue
-    return found
+    return processes
 
 
 def kill_session(session: int) -> None:
@@ -59,9 +59,9 @@ def own_lines(output: str) -> list[str]:
 
 def leave(mark: Path, text: str = "") -> None:
     """Write a mark that other processes wait for; they read all of its text, also while it is written again."""
-    whole = mark.with_name(f".{os.getpid()}{mark.name}")
-    whole.write_text(text)
-    whole.replace(mark)
+    temporary = mark.with_name(f".{os.getpid()}{mark.name}")
+    temporary.write_text(text)
+    temporary.replace(mark)
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = 30) -> bool:

@@ -158,10 +158,10 @@ def say(error: BaseException | None) -> tuple[str, list[str]]:
 def run_all(folder: Path) -> dict[tuple[str, bool], tuple[str, list[str], list[str]]]:
     """In each of several ranks: fail at every point on all of them alike; return what came of it on this one."""
     make_trainer(folder, strategy="ddp", devices=2).fit(Tiny(), make_loader(8))  # makes the group, which stays
-    found = {}
+    results = {}
     for point in ON_ALL_RANKS:
         for fails in (False, True):
             before = state_of_process()
             error = run(folder, point, fails, strategy="ddp", devices=2)
-            found[point, fails] = (*say(error), differences(before, state_of_process()))
-    return found
+            results[point, fails] = (*say(error), differences(before, state_of_process()))
+    return results
