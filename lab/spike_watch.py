@@ -117,7 +117,7 @@ class SpikeWatch(Callback):
         self._losses.append((trainer.metrics.replica, loss.detach(), trainer.metrics.samples))
 
     def on_before_optimizer_step(self, trainer: "Trainer", task: "Task", optimizer: "Optimizer") -> None:
-        """Record the step's values on the device. If `then` is "skip", check them immediately."""
+        """Record the loss and gradient norm on the device. If `then` is "skip", check them immediately."""
         import torch
 
         self._begin_step(trainer.global_step + 1)

@@ -57,7 +57,7 @@ class StragglerMonitor(Callback):
             return
         if trainer.strategy.elastic:
             raise ConfigError(
-                "StragglerMonitor compares ranks, which may change in an elastic run. Remove it or elastic=true."
+                "StragglerMonitor compares ranks, which change in an elastic run. Remove the callback or elastic=true."
             )
         # kernels run asynchronously, so the host's clock would only measure their launches
         self._clock = DeviceClock(trainer.strategy.device) if trainer.strategy.queues_work else HostClock()

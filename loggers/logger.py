@@ -112,7 +112,7 @@ class Logger:
         """Flush all values logged so far."""
 
     def finalize(self, status: str) -> None:
-        """Close the log. `status` is "success" or a word for the reason that the run ended."""
+        """Close the log. `status` is "success" or another word that states why the run ended."""
 
     def __getattr__(self, name: str) -> Any:
         """Raise AttributeError. For methods of Lightning's loggers, the message suggests an alternative."""
