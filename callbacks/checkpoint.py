@@ -60,7 +60,7 @@ def checkpoint_name(template: str, values: Mapping[str, Any]) -> str:
 class Checkpoint(CheckpointCallback):
     """Saves checkpoints to `checkpoints/step-00001200` in the run directory.
 
-    Keeps the `save_top_k` best checkpoints by `monitor` and, with `save_last`, the newest one. By default, it saves
+    It keeps the `save_top_k` best checkpoints by `monitor` and, with `save_last`, the newest one. By default, it saves
     once per epoch: after validation if validation logs the monitored metric, otherwise at the end of the training
     epoch. It deletes only checkpoints that this run wrote, and only after their replacement is complete.
 

@@ -48,7 +48,7 @@ class BaseFinetuning(Callback):
     # --- modules ----------------------------------------------------------------------------------------------------
     @staticmethod
     def flatten_modules(modules: "Modules") -> "list[nn.Module]":
-        """Return the leaf modules in `modules`, and other modules that hold parameters directly."""
+        """Return the leaf modules in `modules`, and other modules with parameters of their own."""
         from torch import nn
 
         if isinstance(modules, nn.Module):

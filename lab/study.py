@@ -29,7 +29,7 @@ AnyRun = str | Path | RunDirectory | StudiedRun
 def samples(run: AnyRun, step: int) -> list[dict[str, Any]]:
     """Return the replica, batch number, loader and sample indices of each batch in a step, without running the step.
 
-    Indices are None for a stream. With a single loader, the loader is "".
+    The indices are None for a stream. If there is a single loader, its name is "".
     """
     with restoring_process():
         history = history_of(run)

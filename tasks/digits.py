@@ -151,7 +151,7 @@ class DigitsData(DataModule):
 
 
 class DigitImages(Dataset[tuple[Tensor, Tensor]]):
-    """Images (n, 1, 8, 8) with labels (n,). Shifts each image at random by up to `shift` pixels in each direction."""
+    """Images (n, 1, 8, 8) with labels (n,). Each image is shifted at random by up to `shift` pixels per direction."""
 
     def __init__(self, images: Tensor, labels: Tensor, shift: int = 0) -> None:
         # pad with the background value

@@ -106,7 +106,7 @@ class _Builder(ValueChecker):
         return (value, mistakes) if mistakes else (self.make(value, key, base), [])
 
     def make(self, value: Mapping[str, Any], key: Key, base: type) -> Any:
-        """Build an instance of a subclass of `base` or, for an argument, a partial or a function's result."""
+        """Build an instance of a subclass of `base`. An argument may also be a partial or a function's result."""
         place, partial, nested = self.config.origin(key), bool(value.get(PARTIAL)), not is_entry(key)
         # checked earlier, but building another object may have changed a module
         target = find_target(value, key, base)

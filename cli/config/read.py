@@ -247,7 +247,7 @@ def escape(value: Any) -> Any:
 
 
 def replace_item(value: Any, key: Key, item: Any) -> Any:
-    """Return plain data with the item at `key` replaced, or unchanged if there is no such key."""
+    """Return plain data with the item at `key` replaced. If there is no such key, the data is unchanged."""
     if not key:
         return item
     if isinstance(value, dict) and key[0] in value:
