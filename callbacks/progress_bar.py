@@ -200,7 +200,7 @@ class ProgressBar(ProgressDisplay):
         return {**cells, "time": duration(now - self._epoch_began)}
 
     def _write_row(self, cells: Mapping[str, str], mark: str) -> None:
-        """Write a table row, preceded by a new header if it has new columns. Leaves out columns that do not fit."""
+        """Write a table row, preceded by a new header if it has new columns. Columns that do not fit are left out."""
         rows = [cells]
         if not cells.keys() <= set(self._columns):
             self._columns = list(dict.fromkeys((*cells, *self._columns)))
