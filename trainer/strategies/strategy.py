@@ -36,13 +36,13 @@ class Strategy:
     run, it calls `finish` and `teardown`. The loop never checks the type of a strategy. Every strategy must follow
     five rules, which `legato.testing.check_strategy` tests:
 
-    1. After `prepare`, all weights and buffers on a rank are equal to those of rank 0.
+    1. After `prepare`, the weights and buffers (or the shards of weights) on every rank have the values of rank 0.
     2. The loop weights losses by their number of samples. The sum of the weighted losses over all ranks, divided by
        `loss_scale`, is the mean loss of the step.
     3. After `end_step`, `parameter.grad` is the gradient of this mean (or this rank's shard of the gradient), and the
        buffers are those of replica 0. This applies to the ranks in `weight_ranks`, which is empty for local SGD.
-    4. All ranks call `end_step` and `optimizer_step` the same number of times. A rank without a batch or a loss calls
-       `leave_out`.
+    4. All ranks call `end_step` and `optimizer_step` the same number of times, but the number of calls to
+       `training_step` may differ. A rank without a batch or a loss calls `leave_out`.
     5. A strategy has no state between steps except the state that `state_dicts` saves. The number of the current step
        is `task.global_step`.
     """
