@@ -92,7 +92,7 @@ def named(run: Call, error: BaseException) -> BaseException:
     frames = [item for item in traceback.extract_tb(error.__traceback__) if Path(item.filename).name not in DEBUGGERS]
     where = f"rank {run.strategy.place.rank} ({frames[-1].filename}:{frames[-1].lineno})"
     return TaskError(
-        f"A debugger quit on {where}, because a process in a run with several has no terminal. Debug with "
+        f"A debugger quit on {where}, because the processes of a multi-process run have no terminal. Debug with "
         f"trainer.devices=1 (and strategy=single)."
     )
 

@@ -176,8 +176,8 @@ class Preemption:
             return
         name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
         saved = f"the checkpoint {path} is complete" if path is not None else "there is nothing to save"
-        code = "" if number == signal.SIGINT else f" Exit code {RESUME_ME} requests a restart:"
-        again = "" if self._replays else f"{code} resume=auto continues."
+        code = "" if number == signal.SIGINT else f" Exit code {RESUME_ME} requests a restart."
+        again = "" if self._replays else f"{code} Use resume=auto to continue."
         log.warning("%s: stopped at step %d, %s.%s", name, trainer.global_step, saved, again)
         if trainer.requeue and number != signal.SIGINT:  # Ctrl-C comes from a person, not from SLURM
             requeue_job(number)

@@ -157,12 +157,12 @@ class Recheck:
         told = describe(by_rank) if any(rows for _, rows in by_rank) else told
         if not told:
             return
-        wrong = "this hardware computes wrong results: exclude it, and resume from a checkpoint"
+        wrong = "this hardware computes wrong results. Exclude it, and resume from a checkpoint"
         advice = f"Since both passes of step {self.clean_at} were equal, {wrong} of that step or before."
         if not self.clean_at:
             advice = (
-                f"Either training_step is not repeatable, because it changes its batch, counts calls, or uses its own "
-                f"random generator; or {wrong}."
+                f"Either training_step is not repeatable (it changes its batch, counts calls, or uses its own "
+                f"random generator), or {wrong}."
             )
         raise CorruptionError(
             f"The two computations of step {self.trainer.global_step + 1} differ: {told}. The weights were not "

@@ -64,7 +64,7 @@ def fit(task, trainer, **options):
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_wrong_layer_of_one_rank_is_named(name, trainer):
     rank = LAYOUTS[name].get("devices", 1) - 1
-    with pytest.raises(CorruptionError, match=rf"Step 4 .* the gradient of {GUILTY} \(.*\) on rank {rank} \(cpu of"):
+    with pytest.raises(CorruptionError, match=rf"step 4 .* the gradient of {GUILTY} \(.*\) on rank {rank} \(cpu of"):
         fit(Llama(rank), trainer, recheck_every=2, **LAYOUTS[name])
 
 

@@ -70,9 +70,9 @@ class SkipGuard:
         if state.skipped_in_a_row > limit:
             step, skipped = state.global_step + 1, state.skipped_in_a_row
             error = NonFiniteError(
-                f"{skipped} steps in a row, up to step {step}, had a non-finite gradient; nan_skips={limit} allows "
-                f"{limit}. Lower the learning rate or clip gradients (gradient_clip_val). The weights are those of "
-                f"step {step - skipped}."
+                f"{skipped} steps in a row, up to step {step}, had a non-finite gradient, but nan_skips is {limit}. "
+                f"Lower the learning rate or clip gradients (gradient_clip_val). The weights are those of step "
+                f"{step - skipped}."
             )
             raise explained(self.trainer, error)
         return True

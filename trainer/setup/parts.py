@@ -33,7 +33,7 @@ def make_strategy(trainer: "Trainer", wanted: Any) -> Strategy:
         names = ("auto", *STRATEGIES)
         hint = did_you_mean(str(name), names)
         if str(name).startswith("ddp_"):
-            hint = " Pass options beside the name: {'name': 'ddp', 'find_unused_parameters': True}."
+            hint = " Pass options together with the name: {'name': 'ddp', 'find_unused_parameters': True}."
         raise ConfigError(f"trainer.strategy={name!r} is unknown; expected one of {', '.join(names)}.{hint}")
     kind = getattr(strategies, STRATEGIES[name].split(":")[1])
     unknown = [option for option in options if option not in option_names(kind)]
