@@ -31,7 +31,7 @@ BITS = 2**64 - 1
 
 
 class Recheck:
-    """Second computation of the first and every n-th step, to compare the hashes of both forward and backward passes.
+    """Second computation of the first and every n-th step, whose hashes must equal those of the first computation.
 
     The second computation logs nothing and restores metrics and generators, so it does not affect the run.
     """

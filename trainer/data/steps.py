@@ -36,7 +36,7 @@ class ReplicaBatch:
 
     @property
     def indices(self) -> list[Any] | None:
-        """The dataset indices of a single loader's batch; None with several loaders or without positions."""
+        """The dataset indices of a single loader's batch; None if there are several loaders or no positions."""
         by_loader = self.indices_by_loader
         return None if by_loader is None else by_loader.get("")
 
@@ -84,7 +84,7 @@ class Dealing:
 
     @property
     def leaders(self) -> list[range]:
-        """Replicas of each other process that may have the most batches in a step; empty if not in lockstep."""
+        """Replicas of the other processes that may have the most batches in a step; empty if not in lockstep."""
         # process 0 has the longest block of replicas, but with samples left out, not always the most batches
         processes = range(self.layout.processes if self.left_out else 1) if self.lockstep else ()
         return [self.layout.owned(process) for process in processes if process != self.process]

@@ -172,7 +172,7 @@ def make_training_data(call: Call, begun: Mapping[str, Any] | None = None) -> No
 
 
 def distribute(loader: Any, dealing: Dealing, trainer: "Trainer", task: Task, ranks: Ranks = SINGLE) -> TrainingData:
-    """Return a training loader's data, distributed by the trainer's settings.
+    """Return a training loader's data, distributed according to the trainer's settings.
 
     Args:
         ranks: the ranks that verify that they read the same data.

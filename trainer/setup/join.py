@@ -28,7 +28,7 @@ log = logging.getLogger("legato")
 def join(call: Call, request: Request) -> tuple[Call, dict[str, Any] | None]:
     """Join the other processes, and find the checkpoint, the run directory and the hooks.
 
-    Also returns the checkpoint's contents, or None without a checkpoint.
+    Also returns the checkpoint's contents, or None if there is no checkpoint.
     """
     trainer, strategy, state, undo = call.trainer, call.strategy, call.state, call.undo
     undo.callback(close_loaders, opened_loaders())  # undone last, when signals end workers again
