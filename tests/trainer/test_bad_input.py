@@ -36,7 +36,7 @@ class NoOptimizers(Half):
 
 @pytest.mark.parametrize(("task", "name"), [(NoStep, "training_step"), (NoOptimizers, "configure_optimizers")])
 def test_a_method_that_fit_needs(refused, task, name):
-    assert f"{task.__name__} has no {name}, which fit needs" in refused(TaskError, task())
+    assert f"{task.__name__} has no {name}, which fit requires" in refused(TaskError, task())
 
 
 def test_a_mistake_of_a_task_that_derives_from_a_protocol(refused):
@@ -51,7 +51,7 @@ def test_a_mistake_of_a_task_that_derives_from_a_protocol(refused):
 
 @pytest.mark.parametrize(("stage", "name"), [("validate", "validation_step"), ("test", "test_step")])
 def test_a_step_that_an_evaluation_needs(refused, stage, name):
-    assert f"Tiny has no {name}, which {stage} needs" in refused(TaskError, Tiny(), stage=stage)
+    assert f"Tiny has no {name}, which {stage} requires" in refused(TaskError, Tiny(), stage=stage)
 
 
 @pytest.mark.parametrize("stage", ["fit", "validate", "test", "predict"])

@@ -47,10 +47,10 @@ def test_a_step_that_was_set_to_none_is_none(trainer, refused):
     trainer().fit(task, make_loader())  # switched off, as Lightning has it
     task = Tiny()
     task.training_step = None
-    assert "Tiny.training_step is None, which fit needs" in refused(TaskError, task)
+    assert "Tiny.training_step is None, which fit requires" in refused(TaskError, task)
     task = Tiny()
     task.predict_step = None
-    assert "Tiny.predict_step is None, which predict needs" in refused(TaskError, task, stage="predict")
+    assert "Tiny.predict_step is None, which predict requires" in refused(TaskError, task, stage="predict")
 
 
 def test_none_for_what_is_called_is_named(refused, trainer):
