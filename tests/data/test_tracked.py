@@ -92,7 +92,7 @@ def test_a_stream_goes_on_from_the_state_of_its_dataset(trainer, tmp_path, caplo
         assert_same_bits(again, uninterrupted)
         if workers == 0 and kind is Counting:  # of the batch before, which shows that the state is right
             assert dataset.read == 2 * SAMPLES - 2 * stop + 2
-    assert ("batches again" in caplog.text) == (kind is Buffered)
+    assert ("batches are read again" in caplog.text) == (kind is Buffered)
     assert ("has a state that does not restore its position" in caplog.text) == (kind is Buffered)
 
 

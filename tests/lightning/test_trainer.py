@@ -480,7 +480,7 @@ def test_a_step_that_is_not_called_may_take_anything():
 
     trainer, loader = pl.Trainer(**SILENT, max_steps=1), DataLoader(torch.randn(4, 2))
     trainer.fit(Unfinished(), loader)
-    with pytest.raises(TaskError, match=r"test_step\(\).* it takes no batch"):
+    with pytest.raises(TaskError, match=r"test_step\(\).* it accepts no batch"):
         trainer.test(Unfinished(), loader)
 
 

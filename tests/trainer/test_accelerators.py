@@ -98,7 +98,7 @@ def test_backends(device, options, backend):
         (
             MPS,
             {},
-            "Several processes on mps need a process group for mps tensors, and torch has none: its gloo supports",
+            "Several processes on mps need a process group for mps tensors, but torch has none: its gloo supports",
         ),
         (XPU, {"chosen": "gloo"}, "its gloo supports cpu and cuda only"),
         (torch.device("mtia", 0), {}, "it has no backend for them"),

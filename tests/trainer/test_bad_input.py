@@ -126,7 +126,7 @@ def test_a_misspelt_hook_of_a_data_module(refused, name, meant):
 @pytest.mark.parametrize(
     ("step", "message"),
     [
-        (lambda self: None, "it takes no batch"),
+        (lambda self: None, "it accepts no batch"),
         (lambda self, batch, batch_idx, extra: None, "it requires extra"),
         (lambda self, batch, *, extra: None, "it requires extra"),
     ],
