@@ -202,8 +202,8 @@ class Scheduled(Tiny):
 @pytest.mark.parametrize(
     ("task", "message"),
     [
-        (NoOptimizer, "1 optimizers, but the task now has 0"),
-        (Scheduled, "0 learning rate schedulers, but the task now has 1"),
+        (NoOptimizer, "1 optimizers, but the task now returns 0"),
+        (Scheduled, "0 learning rate schedulers, but the task now returns 1"),
     ],
 )
 def test_other_optimizers_than_in_the_checkpoint(trainer, saved, task, message):
@@ -221,7 +221,7 @@ def test_weights_alone_do_not_resume_a_run(trainer, tmp_path):
     made, task = trainer(), Tiny()
     made.fit(task, make_loader())
     made.save_checkpoint(tmp_path / "weights", weights_only=True)
-    with pytest.raises(CheckpointError, match="weights only"):
+    with pytest.raises(CheckpointError, match="only weights"):
         trainer(max_epochs=2).fit(Tiny(), make_loader(), ckpt_path=tmp_path / "weights")
     assert_same_bits(Tiny.load_from_checkpoint(tmp_path / "weights"), task)
 
@@ -242,7 +242,7 @@ def test_a_live_object_is_named_and_handed_over(thing, trainer, tmp_path, caplog
     made.fit(task, make_loader())
     made.save_checkpoint(tmp_path / "one")
     made.save_checkpoint(tmp_path / "two")
-    messages = [message for message in caplog.messages if "Checkpoints do not hold" in message]
+    messages = [message for message in caplog.messages if "Checkpoints cannot store" in message]
     assert len(messages) == 1
     assert "Keeps.load_from_checkpoint(path, thing=...)" in messages[0]
     assert task.hparams.thing is thing
@@ -250,7 +250,7 @@ def test_a_live_object_is_named_and_handed_over(thing, trainer, tmp_path, caplog
     assert again.hparams.thing == 5
     with pytest.raises(
         CheckpointError,
-        match=r"not hold these hyperparameters of .*, because they are code: thing.*load_from_checkpoint\(path, thing",
+        match=r"store these hyperparameters of .*, because they are code: thing.*load_from_checkpoint\(path, thing",
     ):
         Keeps.load_from_checkpoint(tmp_path / "two")
 

@@ -234,7 +234,7 @@ def test_another_runs_folder_is_refused_before_the_first_step(tmp_path):
 
     run()
     before = there()
-    with pytest.raises(ConfigError, match="own' holds checkpoints of another run, which this run would overwrite"):
+    with pytest.raises(ConfigError, match="own' contains checkpoints of another run, which this run would overwrite"):
         run(save_top_k=1, seed=9)
     assert there() == before
     run(resume=tmp_path / "own" / "step-00000002")  # of which it is the same run, going on
@@ -447,7 +447,7 @@ def test_a_save_that_fails_in_the_background_ends_the_run_at_the_next_step(tmp_p
 
 def test_weights_only(tmp_path):
     trainer = fit(tmp_path, Checkpoint(save_weights_only=True))
-    with pytest.raises(CheckpointError, match="weights only"):
+    with pytest.raises(CheckpointError, match="only weights"):
         fit(tmp_path, Checkpoint(), resume=trainer.checkpoint_callback.last_model_path)
 
 

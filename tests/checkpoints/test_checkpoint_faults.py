@@ -116,11 +116,11 @@ def test_everything_is_on_the_disk_before_what_builds_on_it(
 
 
 def test_a_disk_without_space_is_told_before_anything_is_written(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=rf"needs 1,000 PB in {tmp_path}, but only .*B are free"):
+    with pytest.raises(CheckpointError, match=rf"needs 1,000 PB in {tmp_path}, but only .*B is free"):
         storage.free_space_check(tmp_path, 10**18)
     storage.free_space_check(tmp_path, 1)
     huge = torch.zeros(1).expand(2**58)
-    with pytest.raises(CheckpointError, match="nothing was written"):
+    with pytest.raises(CheckpointError, match="Nothing was written"):
         commit.write(tmp_path / find.directory_name(1), {"huge": huge})
     assert not any(tmp_path.iterdir())
 

@@ -117,10 +117,10 @@ OTHERS = "was not written by Legato"
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda body: body.update(format=6), "newer than the format that this Legato reads"),
+        (lambda body: body.update(format=6), "this version of Legato reads formats up to"),
         (
             lambda body: body.update(format=2),
-            "an earlier Legato wrote format .*; the last commit that reads it is [0-9a-f]{7}",
+            "of an earlier Legato. The last commit that can read it is [0-9a-f]{7}",
         ),
         (lambda body: body.update(format=True), OTHERS),
         (lambda body: body.update(format=0), OTHERS),
@@ -220,9 +220,9 @@ def test_each_tensor_is_used_exactly_once() -> None:
     assert torch.equal(codec.unflatten({"a": mark}, weights)["a"], torch.ones(3))
     with pytest.raises(CheckpointError, match="mentions it twice"):
         codec.unflatten({"a": mark, "b": mark}, weights)
-    with pytest.raises(CheckpointError, match=r"model\.safetensors holds 'w', which state\.json does not mention"):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors contains 'w', which state\.json does not mention"):
         codec.unflatten({}, weights)
-    with pytest.raises(CheckpointError, match="must hold an object"):
+    with pytest.raises(CheckpointError, match="must contain an object"):
         codec.unflatten([], {})
 
 

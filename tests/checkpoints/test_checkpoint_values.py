@@ -204,7 +204,7 @@ def test_library_reads_every_tensor_and_aligned(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        (lambda: 0, r"callbacks\.Mine\.thing is a function; a checkpoint holds JSON values and tensors"),
+        (lambda: 0, r"callbacks\.Mine\.thing is a function, but a checkpoint stores JSON values and tensors"),
         (object(), r"callbacks\.Mine\.thing is an object"),
         (nn.Linear(1, 1), r"callbacks\.Mine\.thing is a Linear"),
         (argparse.Namespace(a=1), r"callbacks\.Mine\.thing is a Namespace"),
@@ -226,7 +226,7 @@ def test_what_cannot_be_stored_is_named_with_its_place(value: object, words: str
 def test_a_value_that_contains_itself_is_refused(tmp_path: Path) -> None:
     endless: list[object] = []
     endless.append(endless)
-    with pytest.raises(CheckpointError, match="does it contain itself"):
+    with pytest.raises(CheckpointError, match="Does it contain itself"):
         commit.write(tmp_path / "one", {"a": endless})
 
 

@@ -119,7 +119,7 @@ def test_a_checkpoint_that_was_copied_alone_is_refused_with_the_way_out(tmp_path
     shutil.copytree(tmp_path / "run" / "step-00000001", tmp_path / "step-00000001")
     (base,) = bases(tmp_path / "run")
     with pytest.raises(
-        CheckpointError, match=rf"are in base/{base.name}, which is missing beside it.*legato export RUN DIR/"
+        CheckpointError, match=rf"in base/{base.name} beside them, but this file is missing.*legato export RUN DIR/"
     ):
         reading.read_checkpoint(tmp_path / "step-00000001")
     commit.copy_whole(tmp_path / "run" / "step-00000001", tmp_path / "whole")

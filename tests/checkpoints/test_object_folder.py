@@ -243,11 +243,11 @@ def test_a_manifest_that_arrives_after_its_sender_has_given_up_tears_nothing() -
 
 def test_what_is_no_checkpoint_is_neither_replaced_nor_removed() -> None:
     STORE.objects["bucket/run/checkpoints/data/train.csv"] = b"1,2"
-    with pytest.raises(CheckpointError, match=r"data holds train.csv, so it is not a checkpoint"):
+    with pytest.raises(CheckpointError, match=r"data contains train.csv, so it is not a checkpoint"):
         commit.write(ROOT / "data", example(1, 0))
     save(1)
     STORE.objects["bucket/run/checkpoints/step-00000001/notes.txt"] = b"good"
-    with pytest.raises(CheckpointError, match=r"is not removed: it holds notes.txt"):
+    with pytest.raises(CheckpointError, match=r"is not removed: it contains notes.txt"):
         remove(1)
     with pytest.raises(CheckpointError, match="another run wrote it"):
         storage.remove(ROOT / "step-00000001", "other")
@@ -333,7 +333,7 @@ def test_a_base_is_uploaded_once_and_goes_with_the_last_checkpoint() -> None:
     with pytest.raises(CheckpointError, match=r"base/.*is damaged"):
         reading.read_checkpoint(ROOT / "step-00000002")
     del STORE.objects[base]
-    with pytest.raises(CheckpointError, match=r"base/.*, which is missing beside it"):
+    with pytest.raises(CheckpointError, match=r"base/.* beside them, but this file is missing"):
         reading.read_checkpoint(ROOT / "step-00000002")
     save_adapted(3)  # uploads it again
     remove(2)

@@ -172,7 +172,7 @@ def test_a_state_that_no_checkpoint_holds(folder: Path) -> None:
     report = check("task.fault=state", *ALONE)
     assert report.tried == ["test"]
     (problem,) = report.problems
-    assert problem.startswith("fit: odd is an object; a checkpoint holds JSON values and tensors.")
+    assert problem.startswith("fit: odd is an object, but a checkpoint stores JSON values and tensors.")
 
 
 def test_a_parameter_that_no_loss_uses_is_a_problem_in_one_process(folder: Path) -> None:

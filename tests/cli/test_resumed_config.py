@@ -111,7 +111,7 @@ def test_a_damaged_run_whose_config_was_taken_is_named() -> None:
         path.write_bytes(path.read_bytes()[:-8])
     done = completed(run_module, "legato", "fit", "points.yaml", "resume=auto")
     assert done.returncode == 2
-    assert "took the config of" in done.stderr
+    assert "used the config of" in done.stderr
     assert "version_0" in done.stderr
 
 

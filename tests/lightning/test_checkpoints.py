@@ -321,7 +321,7 @@ def test_files_that_no_run_can_go_on_from_are_refused(tmp_path):
     path = tmp_path / "x.ckpt"
     module = ROOM["Plain"]()
     torch.save(module.state_dict(), path)
-    with pytest.raises(CheckpointError, match="holds weights only"):
+    with pytest.raises(CheckpointError, match="contains only weights"):
         fit(room, "Plain", source=path)
     contents = {"state_dict": module.state_dict(), "pytorch-lightning_version": "1.4.0", "epoch": 1, "global_step": 3}
     torch.save(contents, path)

@@ -82,7 +82,7 @@ def test_elsewhere_it_is_handed_over_or_named(tmp_path):
     model = Model(loss=torch.nn.MSELoss())
     best = fit(tmp_path, model).checkpoint_callback.best_model_path
     checkpoint.written.clear()  # as in a different process
-    with pytest.raises(CheckpointError, match=r"Checkpoints do not hold these hyperparameters of Model.*loss"):
+    with pytest.raises(CheckpointError, match=r"Checkpoints cannot store these hyperparameters of Model.*loss"):
         Model.load_from_checkpoint(best)
     with pytest.raises(KeyError, match="scale"):
         Model.load_from_checkpoint(best, loss=torch.nn.MSELoss())

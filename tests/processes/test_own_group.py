@@ -122,9 +122,9 @@ def test_a_group_of_the_script_is_joined(ranks, name):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("more devices", ("has 2 processes", "devices=3", "ask for 3", "cluster=off")),
-        ("two nodes", ("has 2 processes", "devices=2 and num_nodes=2 ask for 2 processes on each of 2 nodes")),
-        ("one device", ("has 2 processes", "devices=1", "ask for 1")),
+        ("more devices", ("has 2 processes", "devices=3", "request 3", "cluster=off")),
+        ("two nodes", ("has 2 processes", "devices=2 and num_nodes=2 request 2 processes on each of 2 nodes")),
+        ("one device", ("has 2 processes", "devices=1", "request 1")),
         ("single", ("'single' runs in one process", "this run has 2", "cluster=off")),
         ("elastic", ("elastic", "do not initialize a process group")),
         ("rpc", ("ddp_rpc creates separate process groups",)),

@@ -208,22 +208,22 @@ def test_the_roll_groups_ranks_by_node_and_device():
         (
             {"devices": 4},
             Place(0, 0, 0, 2, 2, 1, "torchrun"),
-            "ask for 4 processes .*, but torchrun started 2",
+            "request 4 processes .*, but torchrun started 2",
         ),
         (
             {"devices": 1},
             Place(0, 0, 0, 2, 2, 1, "slurm"),
-            "ask for 1 processes .*, but slurm started 2",
+            "request 1 processes .*, but slurm started 2",
         ),
         (
             {"devices": 2, "num_nodes": 2},
             Place(0, 0, 0, 2, 2, 1, "slurm"),
-            "num_nodes=2 ask for .* 2 nodes, but slurm started 2",
+            "num_nodes=2 request .* 2 nodes, but slurm started 2",
         ),
         (
             {"devices": 2},
             Place(0, 0, 0, 8, 8, 1, "environment"),
-            "num_nodes=1 ask for 2 .*, but WORLD_SIZE says 8",
+            "num_nodes=1 request 2 .*, but WORLD_SIZE says 8",
         ),
         ({"devices": 2}, Place(0, 0, 0, 4, 2, 2, "torchrun"), None),
         ({"devices": "auto", "num_nodes": 2}, Place(0, 0, 0, 4, 2, 2, "slurm"), None),

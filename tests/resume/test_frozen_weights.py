@@ -170,7 +170,7 @@ def test_retention_keeps_the_base_and_a_run_that_is_removed_takes_it_along(tmp_p
         )
     remove_run(trainer.run_dir)
     assert not folder.exists()
-    with pytest.raises(CheckpointError, match=f"are in base/{base.name}, which is missing beside it"):
+    with pytest.raises(CheckpointError, match=f"in base/{base.name} beside them, but this file is missing"):
         Adapted.load_from_checkpoint(tmp_path / "alone")
     for name in ("copy", "whole", "whole.safetensors"):
         assert_same_bits(Adapted.load_from_checkpoint(tmp_path / name), task)

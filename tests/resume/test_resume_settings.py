@@ -342,7 +342,7 @@ def test_what_cannot_be_replayed_goes_on_with_its_new_settings(run):
 
 def test_a_schedule_that_is_too_short_is_refused(run):
     run(Rated(one_cycle(27)), max_steps=12)
-    with pytest.raises(ConfigError, match="OneCycleLR covers fewer steps than the 12"):
+    with pytest.raises(ConfigError, match="OneCycleLR covers fewer than the 12 steps"):
         run(Rated(one_cycle(10)), max_epochs=4)
 
 

@@ -90,7 +90,7 @@ def test_who_has_lost_it_finds_out(folder: str) -> None:
     lock.check()  # somebody has tidied up
     assert lock.holder()["token"] == lock.token
     write(folder, **FAR)
-    with pytest.raises(CheckpointError, match=r"has lost its folder: .* by process 7 on far"):
+    with pytest.raises(CheckpointError, match=r"has lost the lock on its folder: .* by process 7 on far"):
         lock.check()
     time.sleep(0.5)
     lock.release()

@@ -205,7 +205,9 @@ def test_a_run_directory_of_before_is_refused_with_the_last_commit_that_reads_it
     (tmp_path / "a/version_0").mkdir(parents=True)
     (tmp_path / "a/version_0/status.json").write_text("{}")
     assert find_runs(tmp_path) == []
-    with pytest.raises(ConfigError, match=rf"of an earlier Legato, .* that reads it is {LAST_READER_OF_RUNS}"):
+    with pytest.raises(
+        ConfigError, match=rf"an earlier version of Legato .* that can read it is {LAST_READER_OF_RUNS}"
+    ):
         find_run(tmp_path / "a/version_0")
     with pytest.raises(ConfigError, match=LAST_READER_OF_RUNS):
         fit(tmp_path, run_name="a", resume="auto")

@@ -170,7 +170,9 @@ def test_a_run_that_has_lost_its_folder_writes_no_more(tmp_path: Path) -> None:
 
     callbacks = [Checkpoint(every_n_train_steps=1, save_top_k=-1), Robbed()]
     trainer = make_trainer(tmp_path, callbacks=callbacks, enable_checkpointing=True)
-    with pytest.raises(CheckpointError, match=r"has lost its folder: .* by process 7 on far \(fit, since today\)"):
+    with pytest.raises(
+        CheckpointError, match=r"has lost the lock on its folder: .* by process 7 on far \(fit, since today\)"
+    ):
         trainer.fit(Tiny(), make_loader())
     assert len(list(tmp_path.rglob("step-*"))) == 3
 

@@ -149,5 +149,5 @@ def test_too_few_devices():
     from legato.base.errors import ConfigError
 
     count = torch.cuda.device_count()
-    with pytest.raises(ConfigError, match=f"this machine has {count} cuda devices; ask for at most {count}"):
+    with pytest.raises(ConfigError, match=f"this machine has {count} cuda devices. Use at most {count}"):
         lg.Trainer(**{**QUIET, "accelerator": "cuda", "devices": count + 1, "strategy": "ddp"})

@@ -120,7 +120,7 @@ def test_legatos_launcher_torchrun_and_two_terminals_give_the_same(tmp_path, sta
 
 @pytest.mark.skipif(torch.distributed.is_mpi_available(), reason="this torch has MPI")
 def test_a_backend_that_torch_lacks_is_named(nothing_left):
-    with pytest.raises(ConfigError, match="torch was built without 'mpi'; set process_group_backend=gloo"):
+    with pytest.raises(ConfigError, match=r"built without 'mpi'\. Set process_group_backend=gloo"):
         fit(Net(), devices=2, strategy={"name": "ddp", "process_group_backend": "mpi"})
 
 

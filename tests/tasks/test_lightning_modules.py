@@ -138,7 +138,7 @@ def test_a_lightning_checkpoint_file(tmp_path):
     trainer = lg.Trainer(**SILENT)
     expected = trainer.test(wanted, make_loader(), verbose=False)
     assert trainer.test(task, make_loader(), ckpt_path=str(tmp_path / "model.ckpt"), verbose=False) == expected
-    with pytest.raises(CheckpointError, match=r"holds weights only.*load_from_checkpoint.*`legato lightning"):
+    with pytest.raises(CheckpointError, match=r"contains only weights.*load_from_checkpoint.*`legato lightning"):
         trainer.fit(task, make_loader(), ckpt_path=tmp_path / "model.ckpt")
 
 

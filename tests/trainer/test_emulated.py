@@ -183,7 +183,7 @@ REFUSED = [
     ({"precision": "16-mixed"}, "torch has no autocast to torch.float16 for emul. Use 32-true."),
     (
         {"accelerator": "emul:0", "devices": 1},
-        "names a device, but trainer.devices=1 asks for others. Set accelerator=emul",
+        "selects one device, but trainer.devices=1 selects others. Set accelerator=emul",
     ),
     ({"devices": [1]}, "expected emul device indices below 1"),
     ({"devices": [0, 0], "strategy": "data_parallel"}, "several processes can share a device (strategy ddp)"),

@@ -150,7 +150,7 @@ def flatten(contents: Mapping[str, Any], frozen: Collection[str] = ()) -> FlatSt
 
 def _encode(value: Any, path: ValuePath, flat: FlatState) -> Any:
     if len(path) > DEPTH:
-        raise CheckpointError(f"{_dotted(path[:4])}... is nested more than {DEPTH} levels; does it contain itself?")
+        raise CheckpointError(f"{_dotted(path[:4])}... is nested more than {DEPTH} levels. Does it contain itself?")
     if value is None or isinstance(value, bool):  # before int: bool is a subclass of it
         return value
     if isinstance(value, str):  # a str Enum too: JSON has only its text
@@ -221,7 +221,7 @@ def _encode_tensor(value: Any, path: ValuePath, flat: FlatState) -> dict[str, An
     if value.layout != torch.strided or value.is_quantized or value.is_meta:
         kind = "meta tensor" if value.is_meta else f"{value.layout} tensor"
         raise CheckpointError(
-            f"{_dotted(path)} is a {kind}. A checkpoint can only hold dense tensors; convert it to one."
+            f"{_dotted(path)} is a {kind}. A checkpoint can only store dense tensors. Convert it to a dense tensor."
         )
     tensor = value.detach().resolve_conj().resolve_neg()
     # every release of safetensors reads DTYPE_NAMES; other dtypes are stored as real numbers or bytes
@@ -243,7 +243,7 @@ def _encode_wrapped(value: Any, path: ValuePath, flat: FlatState, is_sharded: bo
             return {MARK: WRAPPED, "class": name, "tensors": tensors, "settings": encoded}
         problem = "whose __tensor_flatten__ does not return plain tensors and plain values"
     raise CheckpointError(
-        f"{_dotted(path)} is a {name}, {problem}. A checkpoint cannot hold it: convert it to a plain tensor, "
+        f"{_dotted(path)} is a {name}, {problem}. A checkpoint cannot store it. Convert it to a plain tensor, "
         f"leave it out of the state dict (register_buffer with persistent=False), or train without checkpoints."
     )
 
@@ -282,10 +282,10 @@ def unflatten(
     except RecursionError:
         raise CheckpointError("state.json is nested too deeply for a checkpoint.") from None
     if not isinstance(contents, dict) or not all(isinstance(key, str) for key in contents):
-        raise CheckpointError(f"state.json must hold an object with names as keys, got {type(contents).__name__}.")
+        raise CheckpointError(f"state.json must contain an object with names as keys, got {type(contents).__name__}.")
     if unclaimed:
         file, name = next(iter(unclaimed))
-        raise CheckpointError(f"{file}.safetensors holds {name!r}, which state.json does not mention.")
+        raise CheckpointError(f"{file}.safetensors contains {name!r}, which state.json does not mention.")
     return contents
 
 
@@ -373,6 +373,6 @@ def _dotted(path: ValuePath) -> str:
 def _refusal(value: Any, path: ValuePath) -> CheckpointError:
     name = type(value).__name__
     return CheckpointError(
-        f"{_dotted(path)} is {'an' if name[0].lower() in 'aeiou' else 'a'} {name}; a checkpoint holds JSON values and "
-        f"tensors. Leave it out of the state, or convert it to numbers, text, lists, dicts or tensors."
+        f"{_dotted(path)} is {'an' if name[0].lower() in 'aeiou' else 'a'} {name}, but a checkpoint stores JSON values "
+        f"and tensors. Leave it out of the state, or convert it to numbers, text, lists, dicts or tensors."
     )

@@ -133,10 +133,10 @@ def resolve(place: Location, check: Check = verify) -> Location:
             return newest
     if isinstance(place, Path) and any(place.glob("*.safetensors")):  # an adapter, for example
         raise CheckpointError(
-            f"{place} holds weights from another library and no {MANIFEST}, so a run cannot resume from it. Start a "
-            f"new run whose task loads them, as in PeftModel.from_pretrained(model, {str(place)!r}, is_trainable=True)."
+            f"{place} has weights from another library and no {MANIFEST}, so a run cannot resume from it. Start a new "
+            f"run whose task loads them, as in PeftModel.from_pretrained(model, {str(place)!r}, is_trainable=True)."
         )
     raise CheckpointError(
-        f"There is no complete checkpoint at {place}: expected a directory with a {MANIFEST}, or one that holds "
-        f"checkpoints such as {directory_name(1200)}, directly or in {CHECKPOINTS}/."
+        f"There is no complete checkpoint at {place}: expected a directory with a {MANIFEST}, or a directory that "
+        f"contains checkpoints such as {directory_name(1200)}, directly or in {CHECKPOINTS}/."
     )

@@ -48,9 +48,9 @@ def _load_pickle(path: Path) -> Any:
         unsafe = _unsafe_names(path) or re.findall(r"GLOBAL (\S+)", str(error))
         if unsafe:
             raise CheckpointError(
-                f"{path} holds objects other than tensors and plain values: {', '.join(unsafe)}. Legato rejects it, "
-                f"because reading it could run code. Save the file again without them; or, if you trust it, pass their "
-                f"classes to torch.serialization.add_safe_globals([...]) first."
+                f"{path} contains objects other than tensors and plain values: {', '.join(unsafe)}. Legato rejects the "
+                f"file, because reading it could run code. Save it again without these objects or, if you trust it, "
+                f"first pass their classes to torch.serialization.add_safe_globals([...])."
             ) from None
         # drop torch's advice to load the file without weights_only
         lines = [line.strip() for line in str(error).split("\n") if line.strip() and "weights_only" not in line]
@@ -80,8 +80,8 @@ def _state_dict(path: Path, loaded: Any) -> dict[str, Tensor]:
     else:
         contents = type(loaded).__name__
     raise CheckpointError(
-        f"{path} holds no state dict: expected a dict of tensors by name, at the top level or under "
-        f"{', '.join(NESTS)}; got {contents}."
+        f"{path} contains no state dict: expected a dict of tensors by name, at the top level or under "
+        f"{', '.join(NESTS)}, got {contents}."
     )
 
 
@@ -94,7 +94,7 @@ def plain_names(path: object, weights: dict[str, Tensor], names: Collection[str]
     while plain and not (names and set(names) <= plain.keys()) and all(name.startswith(DDP_PREFIX) for name in plain):
         plain = {_uncompiled(name.removeprefix(DDP_PREFIX)): value for name, value in plain.items()}
     if len(plain) != len(weights):
-        raise CheckpointError(f"{path} holds two weights whose names differ only by the prefix {COMPILE_PREFIX!r}.")
+        raise CheckpointError(f"{path} has two weights whose names differ only by the prefix {COMPILE_PREFIX!r}.")
     return plain
 
 

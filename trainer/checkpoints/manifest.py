@@ -70,9 +70,9 @@ def unused_bases(bases: Iterable[str], manifests: "Iterable[Manifest]") -> list[
 def lacks_base(checkpoint: object, stored: str) -> CheckpointError:
     """Return the error for a checkpoint whose base is missing."""
     return CheckpointError(
-        f"{checkpoint} holds only the trained weights. The frozen weights, stored once for all checkpoints of a run, "
-        f"are in {BASE}/{stored}, which is missing beside it. Copy that file too; or export a complete checkpoint "
-        f"where the file is: legato export RUN DIR/ (or the weights alone: legato export RUN x.safetensors)."
+        f"{checkpoint} contains only the trained weights. The frozen weights are stored once for all checkpoints of a "
+        f"run, in {BASE}/{stored} beside them, but this file is missing. Copy it too, or export a complete checkpoint "
+        f"where the file exists: legato export RUN DIR/ (only the weights: legato export RUN x.safetensors)."
     )
 
 
@@ -121,11 +121,11 @@ def parse_manifest(data: bytes) -> Manifest:
     # `type`, not isinstance: true is an int, and equal to 1
     if type(written) is int and written > FORMAT:
         raise CheckpointError(
-            f"{MANIFEST}: format {written} is newer than the format that this Legato reads ({FORMAT}); update Legato."
+            f"{MANIFEST} has format {written}, but this version of Legato reads formats up to {FORMAT}. Update Legato."
         )
     if type(written) is int and 1 <= written < OLDEST:
         raise CheckpointError(
-            f"{MANIFEST}: an earlier Legato wrote format {written}; the last commit that reads it is {LAST_READER}."
+            f"{MANIFEST} has format {written} of an earlier Legato. The last commit that can read it is {LAST_READER}."
         )
     recorded = body.pop("sha256", None) if isinstance(body, dict) else None
     # the sums of the files do not cover the manifest itself, which contains their sizes and the run
@@ -186,7 +186,7 @@ def regular_size(directory: Path, name: str, limit: int | None = None) -> int:
         raise CheckpointError(f"{directory}: {name} is missing or cannot be read: {error}.") from error
     if not stat.S_ISREG(status.st_mode):
         kind = "a link" if stat.S_ISLNK(status.st_mode) else "not a regular file"
-        raise CheckpointError(f"{directory}: {name} is {kind}; a checkpoint holds only regular files.")
+        raise CheckpointError(f"{directory}: {name} is {kind}. A checkpoint contains only regular files.")
     if limit is not None and status.st_size > limit:
         raise CheckpointError(f"{directory}: {name} has {status.st_size:,} bytes; expected at most {limit:,}.")
     return status.st_size
@@ -203,4 +203,4 @@ def require_removable(place: object, content: Manifest, foreign: Sequence[str], 
     if run is not None and run != content.run:
         raise CheckpointError(f"{place} is not removed: another run wrote it.")
     if foreign:
-        raise CheckpointError(f"{place} is not removed: it holds {foreign[0]}, which Legato did not write.")
+        raise CheckpointError(f"{place} is not removed: it contains {foreign[0]}, which Legato did not write.")

@@ -135,7 +135,7 @@ class ObjectFolder:
         require_writable(self.location)
         if foreign := _foreign(self._sizes(name)):
             raise CheckpointError(
-                f"{self.location / name} holds {foreign[0]}, so it is not a checkpoint to replace. Choose another name."
+                f"{self.location / name} contains {foreign[0]}, so it is not a checkpoint. Choose another name."
             )
 
     def open_stage(self, name: str, needed: int, run: str) -> str:

@@ -206,8 +206,8 @@ class LocalFolder:
         folder = temporary_path(self.path / name, PARTIAL)
         if not folder.is_dir():
             raise CheckpointError(
-                f"{folder} does not exist on this process. Every process writes to this checkpoint, so they must share "
-                f"its folder: set default_root_dir to a shared file system."
+                f"{folder} does not exist for this process. Every process writes to this checkpoint, so its folder "
+                f"must be shared. Set default_root_dir to a folder on a shared file system."
             )
         return fill(HashedFile(folder / file))
 
@@ -398,8 +398,8 @@ def free_space_check(folder: Path, needed_bytes: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed_bytes + _SLACK:
         raise CheckpointError(
-            f"A checkpoint needs {format_bytes(needed_bytes)} in {folder}, but only {format_bytes(free)} are free; "
-            f"nothing was written. Free some space, keep fewer checkpoints, or put the run on another disk."
+            f"A checkpoint needs {format_bytes(needed_bytes)} in {folder}, but only {format_bytes(free)} is free. "
+            f"Nothing was written. Free some space, keep fewer checkpoints, or put the run on another disk."
         )
 
 

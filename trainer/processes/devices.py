@@ -16,8 +16,8 @@ def find_devices(accelerator: str, devices: int | str | list[int]) -> list[torch
     if index:
         if devices != "auto" or not index.isdecimal():
             raise ConfigError(
-                f"trainer.accelerator={accelerator}:{index} names a device, but trainer.devices={devices} asks for "
-                f"others. Set accelerator={accelerator} and devices=[0], with the indices that you want."
+                f"trainer.accelerator={accelerator}:{index} selects one device, but trainer.devices={devices} "
+                f"selects others. Set accelerator={accelerator}, and list the indices in devices, such as devices=[0]."
             )
         devices = [int(index)]
     if kind == "cpu":  # CPU "devices" are processes that share the CPU, so any number is valid
@@ -42,6 +42,6 @@ def _count(devices: int | str | list[int], available: int, kind: str, limited: b
         raise ConfigError(f"trainer.devices={devices!r}: expected a positive count, a list of indices, -1 or 'auto'.")
     if limited and devices > available:
         raise ConfigError(
-            f"trainer.devices={devices}, but this machine has {available} {kind} devices; ask for at most {available}."
+            f"trainer.devices={devices}, but this machine has {available} {kind} devices. Use at most {available}."
         )
     return devices

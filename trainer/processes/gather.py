@@ -75,12 +75,12 @@ def _refuse_in_step(run: Any, size: int, sync_grads: bool) -> None:
     if doing == "train" and strategy.cuts_batches:
         raise TaskError(
             f"training_step calls all_gather {option}on a part of its batch, because strategy {strategy.name!r} splits "
-            f"batches. Use strategy ddp, whose processes get complete batches."
+            f"batches. Use strategy ddp, in which each process receives complete batches."
         )
     if doing == "train" and (run.local_replicas > 1 or run.members_change):
         raise TaskError(
             f"training_step calls all_gather {option}over {replicas} replicas, which take turns on {processes}"
-            f"{' that may die' if run.members_change else ''}: results of later replicas do not exist yet. Start "
+            f"{' that may die' if run.members_change else ''}. Results of later replicas do not exist yet. Start "
             f"{replicas} processes (strategy ddp, not elastic), or set trainer.replicas to the number of processes."
         )
     if size > 1 and not _all_take_part(run):
@@ -117,8 +117,8 @@ def _gather_shapes(tensors: list[Tensor], with_gradient: list[bool], ranks: Rank
         first, second = (f"[{', '.join(by_rank[rank][0])}]" for rank in (0, differing))
         raise DisagreementError(
             f"all_gather got {first} on rank 0, but {second} on rank {differing}. All ranks must pass the same "
-            f"tensors, with equal dtypes and kinds of devices; only their first dimension may differ. With "
-            f"sync_grads=True all or none need a gradient. Concatenate each rank's tensors first: torch.cat(outputs)."
+            f"tensors, with equal dtypes and device types. Only the first dimension may differ. With sync_grads=True, "
+            f"all or none must require a gradient. Concatenate each rank's tensors first: torch.cat(outputs)."
         )
     return [shapes for _, shapes in by_rank]
 

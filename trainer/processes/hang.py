@@ -287,7 +287,7 @@ class Watchdog:
             raise DisagreementError(
                 f"on_train_batch_start returned -1 on rank {self.place.rank} at step "
                 f"{self.trainer.state.global_step + 1} (batch_idx {batch_idx}), but {name_ranks(staying)} continued: "
-                f"{waiting}. All ranks must leave an epoch together; decide by a value that is equal on all of them."
+                f"{waiting}. All ranks must leave an epoch together. Base this on a value that is equal on all ranks."
             )
 
     def require_same_end(self, length: str) -> None:
@@ -301,7 +301,7 @@ class Watchdog:
             by_rank = [f"rank {rank}: {amount or f'more ({waiting})'}" for rank, amount in enumerate(lengths)]
             raise DisagreementError(
                 f"The training stream has different lengths on different ranks in epoch {self.trainer.state.epoch}: "
-                f"{'; '.join(by_rank)}. Each rank must read the complete stream, from which Legato keeps the rank's "
+                f"{'; '.join(by_rank)}. Each rank must read the complete stream, from which Legato selects the rank's "
                 f"batches. If each rank reads its own share, set trainer.use_distributed_sampler=false."
             )
 

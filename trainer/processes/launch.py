@@ -127,8 +127,8 @@ def _write_payload(path: Path, function: Callable[[], Any]) -> None:
         except (TypeError, AttributeError, pickle.PicklingError, RecursionError) as error:
             raise ConfigError(
                 f"The task cannot be sent to worker processes: {type(error).__name__}: {error}. Do not store open "
-                "files, locks, connections or generators on the task, the data or a callback: make them in the "
-                "workers, in setup() or on first use; or start the script with torchrun."
+                "files, locks, connections or generators on the task, the data or a callback. Create them in the "
+                "workers, in setup() or on first use, or start the script with torchrun."
             ) from error
         except OSError as error:
             raise ConfigError(
@@ -468,7 +468,7 @@ def _read_payload(path: Path) -> tuple[frozenset[str], Callable[[], Any]]:
         if not isinstance(error, ModuleNotFoundError) or "because of" in text:
             raise ConfigError(
                 f"A worker process cannot import a module that the task needs: {text}. A package is broken or "
-                f"incompatible with another one; run the same import in a new Python process to see where."
+                f"incompatible with another package. To see where, run the same import in a new Python process."
             ) from error
         raise ConfigError(
             f"A worker process cannot import {error.name!r}, which the task needs ({error}). Install it, or add its "
@@ -507,7 +507,7 @@ def run_workers(
     if processes < 1:
         raise ConfigError(f"The number of processes must be at least 1, got {processes}.")
     if nodes > 1 and max_restarts:
-        raise ConfigError("max_restarts restarts one node's workers. With num_nodes > 1 use torchrun --max-restarts.")
+        raise ConfigError("max_restarts only applies to one node. With num_nodes > 1, use torchrun --max-restarts.")
     warm_up()
     node_rank, host, port = find_node(nodes)
     store: Any = None
@@ -539,8 +539,8 @@ def find_node(nodes: int) -> tuple[int, str, int]:
     host, port = (get_variable("MASTER_ADDR") or ""), read_int("MASTER_PORT")
     if node_rank is None or not host or not port:
         raise ConfigError(
-            f"With num_nodes={nodes} each node needs NODE_RANK (0 to {nodes - 1}), MASTER_ADDR (the address of node 0) "
-            "and MASTER_PORT (a free port on node 0) in its environment; or start the processes with torchrun or srun."
+            f"With num_nodes={nodes}, each node needs NODE_RANK (0 to {nodes - 1}), MASTER_ADDR (the address of node 0)"
+            " and MASTER_PORT (a free port on node 0) in its environment. Or start the processes with torchrun or srun."
         )
     if node_rank >= nodes:
         raise ConfigError(f"NODE_RANK={node_rank} must be less than num_nodes={nodes}.")

@@ -21,8 +21,8 @@ ProcessEntry = tuple[int, int, str, str]
 def located(place: Place) -> Place:
     """Return the place of a process in a script's own process group, with its node and local rank filled in.
 
-    They are derived from the host names of all ranks, so all ranks must call this. A local rank that LOCAL_RANK has set
-    (0 or more) is kept. If the group has any other origin than a script, return the place unchanged.
+    The node and the local rank are found from the host names of all ranks, so all ranks must call this. A local rank
+    from LOCAL_RANK (0 or more) is kept. If the group does not come from a script, return the place unchanged.
     """
     if place.origin != "script":
         return place
@@ -54,9 +54,9 @@ def check_place(trainer: TrainerArguments, count: Callable[[], int], place: Plac
     if place.world_size == local * nodes and (source or place.nodes == nodes):
         return
     raise ConfigError(
-        f"trainer.devices={trainer.devices} and num_nodes={trainer.num_nodes} ask for {local} processes on each of "
+        f"trainer.devices={trainer.devices} and num_nodes={trainer.num_nodes} request {local} processes on each of "
         f"{nodes} nodes, but {source or f'{place.origin} started'} {place.world_size} processes on {place.nodes} "
-        f"nodes. Make them agree, or leave devices and num_nodes out; trainer.cluster=off ignores the other processes."
+        f"nodes. Change or omit devices and num_nodes. To ignore the other processes, set trainer.cluster=off."
     )
 
 

@@ -196,7 +196,7 @@ class Timeouts:
         for phase, seconds in limits.items():
             if phase not in PHASES:
                 raise ConfigError(
-                    f"timeout has no phase {phase!r}: expected seconds, or a mapping with {', '.join(PHASES)}."
+                    f"timeout has no phase {phase!r}: expected seconds, or a mapping of {', '.join(PHASES)} to seconds."
                     f"{did_you_mean(str(phase), PHASES)}"
                 )
             # `not >` also rejects NaN

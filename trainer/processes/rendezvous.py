@@ -209,7 +209,7 @@ def host_store(host: str, port: int, one_node: bool) -> "Store":
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except socket.gaierror as error:
-        raise ConfigError(f"The address {host!r} is unknown: {error.strerror}. Set MASTER_ADDR to rank 0's.") from error
+        raise ConfigError(f"Unknown address {host!r}: {error.strerror}. Set MASTER_ADDR to that of rank 0.") from error
     bind_to = str(address[0])
     if is_loopback(bind_to) and not one_node and not is_loopback(host):
         bind_to = ""  # Debian resolves a machine's name to a loopback address, which other nodes cannot reach
@@ -228,8 +228,8 @@ def host_store(host: str, port: int, one_node: bool) -> "Store":
         listener.close()
         reason = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be opened ({error.strerror})"
         raise ConfigError(
-            f"The rendezvous port {port} of {host} {reason}. Set MASTER_PORT, or the port in init_method, to a free "
-            f"port, the same on all ranks."
+            f"The rendezvous port {port} of {host} {reason}. Set MASTER_PORT, or the port in init_method, to the same "
+            f"free port on all ranks."
         ) from error
     port = listener.getsockname()[1]
     # on a socket bound here, because TCPStore would listen on all interfaces
@@ -297,7 +297,7 @@ def join_process_group(
         return ""
     for name in backend.split(","):
         if not distributed.is_backend_available(name.split(":")[-1]):
-            raise ConfigError(f"torch was built without {name.split(':')[-1]!r}; set process_group_backend=gloo.")
+            raise ConfigError(f"torch was built without {name.split(':')[-1]!r}. Set process_group_backend=gloo.")
     if "gloo" in backend:
         allow_connections(place.world_size)
     address, store = find_store(place, timeout, init_method)
@@ -372,7 +372,7 @@ def _rendezvous_address(place: Place) -> tuple[str, int]:
     if not host or not port or port > 65535:
         raise ConfigError(
             "The rendezvous env:// needs MASTER_ADDR and MASTER_PORT, "
-            f"got MASTER_ADDR={host!r} and MASTER_PORT={port or ''!r}. Set both, the same on all ranks "
+            f"got MASTER_ADDR={host!r} and MASTER_PORT={port or ''!r}. Set both to the same values on all ranks "
             "(127.0.0.1 and a free port on a single machine), or set init_method to tcp://HOST:PORT."
         )
     return host, port

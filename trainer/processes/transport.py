@@ -56,8 +56,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if _needs_its_process(obj):
             raise ConfigError(
                 f"A MosaicML {type(obj).__name__} was created before the worker processes, but its shared memory "
-                "belongs to the process that creates it. Create it in train_dataloader or setup(), which each process "
-                "calls; or start the script with torchrun."
+                "belongs to the process that creates it. Create it in train_dataloader() or setup(), which each "
+                "process calls, or start the script with torchrun."
             )
         if isinstance(obj, ModuleType) and type(obj) is not ModuleType and sys.modules.get(obj.__name__) is obj:
             # such as torch.backends.cudnn, which cloudpickle does not recognize as a module
@@ -162,9 +162,9 @@ def _find_spec(name: str) -> ModuleSpec | None:
 
 
 def _place(name: str, module: str, make: Callable[..., type], arguments: tuple[Any, ...]) -> type:
-    """Make a class that was sent by value and register it in its module, so that plain pickle finds it.
+    """Create a class that was sent by value and register it in its module, so that plain pickle finds it.
 
-    A loader worker sends batches by plain pickle, and the batches may hold dataclasses of the caller's script.
+    A loader worker sends batches by plain pickle, and batches may contain dataclasses from the caller's script.
     """
     kind, home = make(*arguments), _import_or_make(module)
     if not hasattr(home, name):

@@ -79,5 +79,5 @@ class DirectoryFormat:
             return read_contents(file, names)
 
     def remove(self, path: Location, run: str) -> None:
-        """Delete the directory if its manifest has this run's id."""
+        """Delete the directory if its manifest contains the id of this run."""
         storage.remove(path, run)

@@ -93,9 +93,9 @@ def contents_after_workers(trainer: "Trainer", weights_only: bool) -> dict[str, 
     # an earlier checkpoint would combine new weights with old optimizer moments
     if saved.get("global_step") != trainer.global_step or "optimizer_states" not in saved:
         raise TaskError(
-            "The run's optimizers ended with its worker processes, and there is no complete checkpoint of the last "
-            f"step, {trainer.global_step}, to copy. Let a Checkpoint callback save when training ends, or save with "
-            "weights_only=True."
+            "The run's worker processes have exited, and with them its optimizers. There is no complete checkpoint of "
+            f"the last step ({trainer.global_step}) to copy. Add a Checkpoint callback that saves when training ends, "
+            "or save with weights_only=True."
         )
     return saved
 
@@ -104,14 +104,14 @@ def require_step_done(trainer: "Trainer") -> None:
     """Raise TaskError during set-up and in the middle of a step, whose batches are not counted yet."""
     if not trainer.current_run.is_complete:
         raise TaskError(
-            "save_checkpoint was called during set-up, before the run has optimizers. Call it in on_fit_start or "
+            "save_checkpoint was called during set-up, before the run had optimizers. Call it in on_fit_start or "
             "later, or with weights_only=True."
         )
     if trainer.training and trainer.metrics.step == trainer.state.global_step:
         raise TaskError(
-            f"save_checkpoint was called in the middle of step {trainer.global_step + 1}, and no run can resume from "
-            f"there. Call it after trainer.global_step has advanced (in on_train_batch_end after a step's last batch), "
-            f"or with weights_only=True."
+            f"save_checkpoint was called in the middle of step {trainer.global_step + 1}, from which no run can resume."
+            f" Call it after trainer.global_step has advanced (in on_train_batch_end after a step's last batch), or "
+            f"with weights_only=True."
         )
 
 

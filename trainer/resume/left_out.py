@@ -54,7 +54,7 @@ def require_hyperparameters(kind: type, left_out: Sequence[str], replaced: Mappi
 
 def _advice(kind: type, names: Sequence[str]) -> str:
     return (
-        f"Checkpoints do not hold these hyperparameters of {kind.__name__}, because they are code: {', '.join(names)}. "
-        f"Pass them when you load a checkpoint: {kind.__name__}.load_from_checkpoint(path, "
+        f"Checkpoints cannot store these hyperparameters of {kind.__name__}, because they are code: "
+        f"{', '.join(names)}. Pass them when you load a checkpoint: {kind.__name__}.load_from_checkpoint(path, "
         f"{', '.join(f'{name}=...' for name in names)})."
     )

@@ -58,7 +58,7 @@ def _match_groups(kind: str, saved: Names, names: Names) -> list[int]:
         if frozenset(group) not in places:
             raise CheckpointError(
                 f"The checkpoint's {kind} has different parameter groups. The task now returns a group "
-                f"{_few('of', list(group[:5]))}, whose parameters the checkpoint has in the groups "
+                f"{_few('of', list(group[:5]))}, whose parameters are in the checkpoint's groups "
                 f"{sorted({saved_index[name] for name in group})}. Return the same groups from configure_optimizers."
             )
     return [places[frozenset(group)] for group in names]

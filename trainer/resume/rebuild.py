@@ -75,7 +75,7 @@ def _build_from_checkpoint(
     hparams_file: str | Path | None,
     replaced: Mapping[str, Any],
 ) -> Built:
-    """Call `kind` with the checkpoint's hyperparameters. Values in the file and then in `replaced` take precedence.
+    """Call `kind` with the checkpoint's hyperparameters, as overridden by those in the file and then in `replaced`.
 
     Raises CheckpointError if an argument is missing.
     """
@@ -111,7 +111,7 @@ def _read_hparams_file(path: str | Path | None) -> dict[str, Any]:
 
     loaded = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
     if not isinstance(loaded, dict):
-        raise ConfigError(f"{path} must hold a mapping of hyperparameters.")
+        raise ConfigError(f"{path} must contain a mapping of hyperparameters.")
     return {str(name): value for name, value in loaded.items()}
 
 

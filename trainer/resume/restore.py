@@ -37,8 +37,8 @@ def start_state(trainer: "Trainer", saved: Mapping[str, Any] | None) -> None:
         restored = State.from_dict(saved["state"])
         if asked is not None and asked != restored.replicas:
             raise ConfigError(
-                f"trainer.replicas={asked}, but the run started with {restored.replicas} replicas and keeps them. "
-                f"Leave trainer.replicas out to resume it; up to {restored.replicas} processes can run it."
+                f"trainer.replicas={asked}, but the run started with {restored.replicas} replicas and keeps this "
+                f"number. To resume the run on up to {restored.replicas} processes, omit trainer.replicas."
             )
         # The seed determines the order of samples. If it changed within an epoch, the epoch would repeat some samples
         # and miss others.
@@ -48,7 +48,7 @@ def start_state(trainer: "Trainer", saved: Mapping[str, Any] | None) -> None:
         if asked is None and trainer.is_global_zero and restored.replicas > processes:
             log.info(
                 "The run keeps its %d replicas, which take turns on %d process%s, so each step has the same samples as "
-                "before. To change replicas, start a new run from the weights (Task.load_from_checkpoint).",
+                "before. To change their number, start a new run from the weights (Task.load_from_checkpoint).",
                 restored.replicas, processes, "es" * (processes > 1),
             )  # fmt: skip
         trainer.saver.run_id = saved.get("run_id") or trainer.saver.run_id
@@ -67,7 +67,7 @@ def load_task_weights(
     """
     weights, task_weights = saved.get("state_dict"), task.state_dict()
     if not isinstance(weights, Mapping):
-        raise CheckpointError("The checkpoint holds no weights ('state_dict').")
+        raise CheckpointError("The checkpoint contains no weights ('state_dict').")
     missing, unexpected = sorted(task_weights.keys() - weights.keys()), sorted(weights.keys() - task_weights.keys())
     # only tensors have shapes: a module's get_extra_state may return any object
     pairs = {name: (weights[name], task_weights[name]) for name in task_weights.keys() & weights.keys()}
@@ -174,7 +174,7 @@ def _replay(scheduler: Any, optimizer: Any, steps: int) -> list[dict[str, Any]]:
             scheduler.step()
     except ValueError as error:
         raise ConfigError(
-            f"{type(scheduler).__name__} covers fewer steps than the {steps} that the run has already done: "
+            f"{type(scheduler).__name__} covers fewer than the {steps} steps that the run has already done: "
             f"{error}. Set max_epochs and max_steps to at least their earlier values."
         ) from error
     settings = []
@@ -239,8 +239,8 @@ def find_changes(
     if is_mid_epoch and not is_done and changes.samples and trainer.resume_at == "step" and run.resumes_same_run:
         raise ConfigError(
             f"The checkpoint is in the middle of epoch {state.epoch} (after step {state.epoch_steps}), and the "
-            f"samples of a step have changed: {_list_changes(changes.samples)}. Undo these changes; or set "
-            f"trainer.resume_at=epoch, which ends this epoch and starts the next; or start a new run with resume=PATH."
+            f"samples of a step have changed: {_list_changes(changes.samples)}. Undo these changes, set "
+            f"trainer.resume_at=epoch to end this epoch and start the next, or start a new run with resume=PATH."
         )
     allowed = ("reproducible", fingerprint.LEFT_OUT_SAMPLES)
     data = [change for change in changes.samples if change.name.startswith(fingerprint.DATA)]
@@ -248,7 +248,7 @@ def find_changes(
     if run.bitwise and before.get("training.reproducible", "bitwise") == "bitwise" and differing:
         raise ConfigError(
             f"A run with reproducible: bitwise would not stay bitwise identical: {_list_changes(differing)}. Undo the "
-            f"changes, or resume with reproducible: order, which keeps samples and random numbers but not last bits."
+            f"changes, or resume with reproducible: order, which preserves only samples and random numbers."
         )
     if is_mid_epoch and changes.samples:
         changes.end_epoch = not is_done
@@ -262,7 +262,7 @@ def _list_changes(changes: Sequence[SettingChange]) -> str:
 
 def log_changes(trainer: "Trainer", changes: Changes, rates: Sequence[SettingChange]) -> None:
     """On rank 0, log the differences from the saved run, and whether the new or the saved values are used."""
-    rounding = f"From here on, last bits may differ: {_list_changes(changes.rounding)}." if changes.rounding else ""
+    rounding = f"From here on, the last bits may differ: {_list_changes(changes.rounding)}." if changes.rounding else ""
     if not trainer.is_global_zero or not (changes.samples or changes.changed or changes.restored):
         if trainer.is_global_zero and rounding:
             log.info("%s", rounding)
@@ -335,8 +335,8 @@ def _require_complete(trainer: "Trainer", saved: Mapping[str, Any]) -> None:
         foreign = run.source is not None and is_file(to_location(run.source))
         hint = " To resume a Lightning run from its file, use `legato lightning SCRIPT`." if foreign else ""
         raise CheckpointError(
-            f"The checkpoint holds weights only (save_weights_only), so a run cannot resume from it. Start a new run "
-            f"from the weights: load_from_checkpoint.{hint}"
+            f"The checkpoint contains only weights (save_weights_only), so a run cannot resume from it. Start a new "
+            f"run from the weights with load_from_checkpoint.{hint}"
         )
     for kind, current, states in (
         ("optimizers", run.optimization.optimizers, saved["optimizer_states"]),
@@ -344,7 +344,7 @@ def _require_complete(trainer: "Trainer", saved: Mapping[str, Any]) -> None:
     ):
         if len(current) != len(states):
             raise CheckpointError(
-                f"The checkpoint has {len(states)} {kind}, but the task now has {len(current)}. Return the same number."
+                f"The checkpoint has {len(states)} {kind}, but the task now returns {len(current)}. Return as many."
             )
 
 

@@ -107,7 +107,7 @@ class Saver:
                 raise ConfigError(str(error)) from error
             if is_new and any(not find.is_checkpoint_of(self.run_id, path) for path in find.checkpoints_in(folder)):
                 raise ConfigError(
-                    f"Checkpoint: dirpath {str(folder)!r} holds checkpoints of another run, which this run would "
+                    f"Checkpoint: dirpath {str(folder)!r} contains checkpoints of another run, which this run would "
                     f"overwrite. Resume from one, choose another folder, or omit dirpath to use the run directory."
                 )
 

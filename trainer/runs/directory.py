@@ -233,7 +233,7 @@ class RunDirectory:
         try:
             import pandas
         except ImportError:
-            raise ConfigError("frame() needs pandas: pip install pandas. `metrics` has the same values.") from None
+            raise ConfigError("frame() needs pandas: pip install pandas. `metrics` contains the same values.") from None
         return pandas.DataFrame(self.metrics or {"step": []}).set_index("step")
 
     @property
@@ -272,7 +272,7 @@ def find_runs(root: "str | os.PathLike[str]" = ROOT) -> list[RunDirectory]:
     if not root.is_dir():
         names = sorted(path.name for path in root.parent.glob("*/")) if root.parent.is_dir() else []
         hint = did_you_mean(root.name, names)
-        raise ConfigError(f"{str(asked)!r} is not a folder.{hint} Expected a folder with runs below it.")
+        raise ConfigError(f"{str(asked)!r} is not a folder.{hint} Expected a folder that contains runs.")
     return sorted((RunDirectory(path, root) for path in _walk(str(root))), key=_age)
 
 

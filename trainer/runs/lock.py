@@ -70,7 +70,7 @@ class RunLock:
             except ConfigError as error:
                 raise CheckpointError(str(error)) from error
             return
-        raise CheckpointError(f"This run has lost its folder: {self._refusal()}")
+        raise CheckpointError(f"This run has lost the lock on its folder: {self._refusal()}")
 
     def release(self) -> None:
         """Release the lock."""

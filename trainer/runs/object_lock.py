@@ -71,7 +71,7 @@ class ObjectLock:
         except OSError as error:
             raise CheckpointError(f"{self.folder} is not writable: {error}.") from error
         if holder.get("token") != self.token:
-            raise CheckpointError(f"This run has lost its folder: {refusal(self.folder, holder)}")
+            raise CheckpointError(f"This run has lost the lock on its folder: {refusal(self.folder, holder)}")
 
     def release(self) -> None:
         """Release the lock."""

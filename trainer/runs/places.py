@@ -237,9 +237,9 @@ class StoredRun:
         if self.by_name and (directory is None or not directory.samefile(str(self.directory))):
             newest = f"that run is {directory}" if directory is not None else "there is no such run"
             raise ConfigError(
-                f"resume=auto took the config of {self.directory} as the newest run of {self.name!r} with a complete "
-                f"checkpoint, but {newest}. Name the run to resume, legato fit RUN/{CONFIG} resume=auto, or leave "
-                f"resume=auto out to start a new run."
+                f"resume=auto used the config of {self.directory} as that of the newest run of {self.name!r} with a "
+                f"complete checkpoint, but {newest}. Specify the run to resume (legato fit RUN/{CONFIG} resume=auto), "
+                f"or omit resume=auto to start a new run."
             )
         if directory is None:
             log.info("resume=auto: there is no complete checkpoint in %s, so a new run starts.", self._place)
@@ -254,7 +254,7 @@ class StoredRun:
         newest = self._newest(folders)
         if newest is None:
             raise CheckpointError(
-                f"There is no complete checkpoint in {self._place}. Train first, or name a checkpoint. {FRESH}"
+                f"There is no complete checkpoint in {self._place}. Train first, or specify a checkpoint. {FRESH}"
             )
         choice, checkpoint = ("last", newest) if self.word == "last" else self._best(newest)
         is_by_name = self.directory is None and newest.parent.parent.parent == self.root / self.name
@@ -283,7 +283,7 @@ class StoredRun:
             return "best" if best == candidates[0] else "best complete", best
         if self.word == "best" and not candidates:
             raise CheckpointError(
-                f"{newest.parent} has no best checkpoint: its {INDEX} has no value of a monitored metric. Set "
+                f"There is no best checkpoint in {newest.parent}: {INDEX} contains no value of a monitored metric. Set "
                 f"checkpoint=last or checkpoint=PATH."
             )
         return "last", newest

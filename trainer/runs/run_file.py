@@ -101,8 +101,8 @@ def require_readable(directory: Path) -> None:
     """Raise ConfigError for a run directory written by an earlier version of Legato."""
     if not (directory / RUN_FILE).exists() and any((directory / name).is_file() for name in _BEFORE):
         raise ConfigError(
-            f"{directory} is a run directory of an earlier Legato, without {RUN_FILE}; the last commit that reads it "
-            f"is {LAST_READER_OF_RUNS}."
+            f"{directory} was written by an earlier version of Legato and has no {RUN_FILE}. The last commit that can "
+            f"read it is {LAST_READER_OF_RUNS}."
         )
 
 
