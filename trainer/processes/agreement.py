@@ -38,7 +38,7 @@ class Agreement:
         self.contributions.append((read, tell))
 
     def join(self, ranks: Ranks, step: int, elapsed: float) -> None:
-        """Start to agree with these ranks, from `step` on."""
+        """Start agreements with these ranks, from `step` on."""
         self.ranks = ranks
         self.stop = False
         """True if the ranks have agreed to stop the run."""

@@ -35,8 +35,8 @@ def shut_down(*, keep_port: int | None = None) -> None:
     """Shut down all recorded connections, so that all peers learn at once that this process has left its groups.
 
     Args:
-        keep_port: port of a store. Connections to the store are left open, although a peer may have opened one while a
-            group was being created.
+        keep_port: port of a store. Connections to the store are left open. A peer may have opened one of them while a
+            group was being created, so they may be among the recorded connections.
     """
     now = _connected()
     for number, ends in _noted.items():

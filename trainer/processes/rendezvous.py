@@ -136,9 +136,9 @@ def _leave_failed(store: "Store", rank: int, world_size: int) -> None:
 
 @contextmanager
 def telling_failure(store: "Store", rank: int, world_size: int) -> Iterator[None]:
-    """Share connection failures: if this rank or another rank cannot connect in this context, end all ranks.
+    """Report connection failures to all ranks: if any rank cannot connect in this context, all ranks end.
 
-    Without this, the other ranks would wait until the start-up timeout. If this rank cannot connect, raises WorkerError
+    Otherwise, the other ranks would wait until the start-up timeout. If this rank cannot connect, raises WorkerError
     with gloo's error and advice. If another rank reports a failure, ends this process.
     """
     connected = threading.Event()

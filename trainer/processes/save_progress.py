@@ -18,7 +18,7 @@ class SaveProgress:
 
     @contextmanager
     def save(self) -> Iterator[None]:
-        """Count the code in this context as a save in progress."""
+        """Register the code in this context as a save in progress."""
         self._change(1)
         try:
             yield

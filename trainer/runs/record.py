@@ -109,7 +109,7 @@ def start_config(directory: Path, number: int) -> Path:
 
 
 def store_config(directory: Path, config: str, explicit: str | None) -> None:
-    """Write the config of the latest weights to a run directory, in full and without defaults (`explicit`)."""
+    """Write the config with which the run trains to its directory, in full and without defaults (`explicit`)."""
     for name, text in ((CONFIG, config), (GIVEN_CONFIG, explicit)):
         if text is not None:
             replace_text(directory / name, text)

@@ -207,7 +207,7 @@ def refresh(folder: Path) -> Path:
 
 
 def copy_of(root: Address) -> Path:
-    """Download the files that readers of runs need, at and below an address. Return the folder, deleted at exit."""
+    """Download the files at and below an address that readers of runs need. Return their folder, deleted at exit."""
     area = f"read-{os.getpid()}"  # not the folder to which a run on this machine may be writing
     folder = local_folder(root, area)
     atexit.register(shutil.rmtree, cache_folder() / area, ignore_errors=True)
