@@ -162,7 +162,7 @@ SHAPING = [
         "spike skip",
         callback(lambda folder: SpikeWatch(2.0, 3, "skip")),
         group="spikes",
-        refused=SPIKES | {"two optimizers": "takes one optimizer"},
+        refused=SPIKES | {"two optimizers": "needs 1 optimizer"},
     ),
     Feature(
         "left out",
