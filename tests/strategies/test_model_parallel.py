@@ -342,7 +342,7 @@ BAD = [
     (Chain, 2, {"split": [3, 2, 2]}, "has 3 numbers, but there are 2 parts"),
     (Chain, 2, {"split": "even"}, "expected 'auto'"),
     (Chain, 2, {"split": [0, 7]}, "expected 'auto'"),
-    (Chain, 8, {"devices_per_replica": 8}, "7 blocks .* cannot make 8 parts"),
+    (Chain, 8, {"devices_per_replica": 8}, "7 blocks .* cannot be split into 8 parts"),
     (Chain, 2, {"micro_batches": 0}, "expected micro_batches >= 1, got 0"),
     (Chain, 2, {"elastic": True}, "elastic=true needs strategy ddp"),
     (Placed, 2, {"split": [3, 4]}, None),

@@ -83,7 +83,7 @@ def _enter(worker: ElasticWorker, place: Place, variables: dict[str, str], attem
 
 
 class ElasticWorkerGroup(WorkerGroup):
-    """The workers in one attempt at an elastic run. In the methods of the base class, `rank` is the id of a member."""
+    """The workers in one attempt at an elastic run. In the base class's methods, `rank` is a member's id."""
 
     def __init__(
         self, folder: Path, ranks: range, relay: SignalRelay, store: MembershipStore, port: int, timeout: float
@@ -192,7 +192,7 @@ class ElasticWorkerGroup(WorkerGroup):
         if self._stopped_at is not None:
             super()._record_end(worker, end)
             return
-        # otherwise each replacement would leak two file descriptors, over days in a long run
+        # otherwise, each replacement would leak two file descriptors, which adds up in a long run
         self.workers.remove(worker)
         worker.process.close()
         if end == RESUME_ME:
@@ -222,7 +222,7 @@ class ElasticWorkerGroup(WorkerGroup):
             self._failures.append(failure)
         else:
             self.survived_failures.append(failure)
-            # no replacements once a signal has asked the run to end
+            # no replacements after a signal to end the run
             replaced = self.restarts_left > 0 and not raised and not self._relay.received
             details = "; starting a replacement." if replaced else f".\n\n{failure.text}" if raised else "."
             log.warning("%s The run continues without it%s", failure.summary, details)

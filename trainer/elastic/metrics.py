@@ -52,7 +52,7 @@ class SharedStates(MetricStates):
 class SharedMetrics(Metrics):
     """Logged values of all ranks, available on every rank.
 
-    Before each update of the weights, the ranks exchange their new values and count them.
+    Before each weight update, the ranks exchange their new values and count them.
     """
 
     shares: ClassVar[bool] = True
@@ -84,7 +84,7 @@ class SharedMetrics(Metrics):
     def flush(self) -> None:
         """Read all pending values. Training values are not counted before the next exchange.
 
-        Otherwise, the values of an interrupted step would count twice, because the step is repeated.
+        Otherwise, the values of an interrupted step would be counted twice, because the step is repeated.
         """
         if self.stage == "train":
             self.unshared += self.read_pending()
@@ -108,7 +108,7 @@ class SharedMetrics(Metrics):
         All ranks must call this.
 
         This prevents the loss of values from a finished step if a rank dies. Values that are logged later in the step
-        are sent with the next step or logging point.
+        are sent in the next step or at the next logging point.
         """
         self._share((), names=True)
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class MetricSnapshot:
-    """Snapshots of a task's metrics before each step and validation, because metric updates cannot be undone."""
+    """Snapshots of a task's metrics, taken before each step and validation, because updates cannot be undone."""
 
     def __init__(self, trainer: "Trainer") -> None:
         self.trainer = trainer
@@ -94,11 +94,11 @@ def shared_metrics(run: "Run") -> SharedMetrics:
 def transfer_state(
     run: "Run", place: Place, snapshot: MetricSnapshot, consistent: bool, open_outputs: "Callable[[Run], None] | None"
 ) -> None:
-    """Adopt the newest state of all members. All members of the new group must call this.
+    """Adopt the newest state among all members. All members of the new group must call this.
 
     Args:
         consistent: see MemberState.
-        open_outputs: function that opens the loggers in a process that becomes the writer; None in other processes.
+        open_outputs: function that opens the loggers if this process has become the writer; otherwise None.
 
     If a collective fails, the transfer can be repeated.
     """

@@ -1,4 +1,4 @@
-"""Membership store of an elastic run, in which the launcher and the workers exchange generations and messages.
+"""Membership store of an elastic run, through which the launcher and workers exchange generations and messages.
 
 Only the launcher writes generations. Every worker may post messages, which the launcher reads.
 """
@@ -147,7 +147,7 @@ class MemberRegistry:
 
     @property
     def running(self) -> bool:
-        """True once every first member has started training. From then on, the run survives the death of processes."""
+        """True once all first members have started training. From then on, the run survives if a process dies."""
         return not self.waiting_to_begin
 
     def begin(self, member: Member, replicas: int) -> None:

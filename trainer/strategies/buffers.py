@@ -1,4 +1,4 @@
-"""Handling of buffers, such as batch norm's running statistics, if a process runs several replicas in turn."""
+"""Handling of buffers, such as batch norm's running statistics, in a process that runs several replicas in turn."""
 
 from typing import TYPE_CHECKING
 
@@ -18,8 +18,8 @@ Values = list[Tensor | None]
 class ReplicaBuffers:
     """Starts every replica of a step with the same buffers, and keeps the buffers of the first replica.
 
-    At the end of a step, rank 0 broadcasts its buffers. All ranks then have the buffers of replica 0, for any number
-    of processes.
+    At the end of a step, rank 0 broadcasts its buffers. All ranks then have the buffers of replica 0, regardless of
+    the number of processes.
 
     A step may also assign a new tensor to a buffer (`self.average = 0.9 * self.average + ...`). In this case, the new
     values are copied to the original tensor.

@@ -134,8 +134,8 @@ class DDPStrategy(GroupStrategy):
         task = self.task
         if layout is None or task is None or self.place.world_size == 1 or self.one_order:
             return
-        # Under manual optimization backward runs inside training_step, which DDP's forward cannot wrap. Without
-        # trainable parameters DDP's constructor raises.
+        # Under manual optimization, backward runs inside training_step, which DDP's forward cannot wrap. Without
+        # trainable parameters, DDP's constructor raises.
         if not task.automatic_optimization or not any(True for _ in trainable(task)):
             return
         # DDP divides the sum over ranks by their number: scaling the loss leaves gradients kept from the previous step

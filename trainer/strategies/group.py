@@ -156,7 +156,7 @@ class FlatSum:
             elif parameter.grad.is_sparse:
                 raise TaskError(
                     f"A parameter of shape {tuple(parameter.shape)} has a sparse gradient. With multiple processes, "
-                    f"only the weight of an Embedding(sparse=True) may have such a gradient. Make it dense."
+                    f"only the weight of an Embedding(sparse=True) may have one. Make this gradient dense."
                 )
             else:
                 slice_.view_as(parameter).copy_(parameter.grad)
@@ -189,7 +189,7 @@ class FlatSum:
 
 
 def _no_rows(parameter: nn.Parameter) -> Tensor:
-    """Return an empty sparse gradient, with which a rank without a gradient can take part in the collective."""
+    """Return an empty sparse gradient, so that a rank without a gradient can take part in the collective."""
     rows, values = torch.empty(1, 0, dtype=torch.int64), parameter.detach()[:0]
     with torch.sparse.check_sparse_tensor_invariants(True):  # torch 2.12 warns about the argument
         return torch.sparse_coo_tensor(rows, values, parameter.shape, device=parameter.device)

@@ -293,7 +293,7 @@ class Strategy:
     ) -> None:
         """Accumulate the gradients of `loss`. If `last` is True, reduce them over processes.
 
-        If `inputs` are given, only compute the gradients of these tensors. Raises TaskError if the loss is not a scalar
+        If `inputs` are given, compute only the gradients of these tensors. Raises TaskError if the loss is not a scalar
         or does not require a gradient.
         """
         if loss.requires_grad is False or loss.numel() != 1:
@@ -327,7 +327,7 @@ class Strategy:
             loss.backward(inputs=inputs, retain_graph=retain_graph)
 
     def leave_out(self, last: bool, after_forward: bool) -> None:
-        """Take part in a step without a gradient if the batch is skipped or this process has no batches left."""
+        """Take part in a step without a gradient, because the batch is skipped or this process has no batches left."""
 
     def end_step(self) -> None:
         """Finalize the gradients and buffers after a step's last backward pass. All ranks must call this."""
@@ -390,7 +390,7 @@ def refuse_duplicates(devices: Sequence[torch.device]) -> None:
     if devices[0].type != "cpu" and len(set(devices)) < len(devices):
         raise ConfigError(
             f"trainer.devices is {first_names([*map(str, devices)])} for one process, which needs distinct devices. "
-            f"Only several processes can share a device (strategy ddp)."
+            f"To share a device, use several processes (strategy ddp)."
         )
 
 

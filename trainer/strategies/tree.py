@@ -110,7 +110,7 @@ class ReplicaStack:
         self.stack, self.next = CarryStack(add_gradients), self.owned.start
 
     def push(self, replica: int, gradients: Gradients) -> None:
-        """Push the gradients of a replica. Replicas that are skipped had no batch."""
+        """Push the gradients of a replica. Skipped replicas had no batch."""
         for absent in range(self.next, replica):
             self.stack.push(TreeNode(absent, 0), [None] * self.parameters)
         self.stack.push(TreeNode(replica, 0), gradients)
@@ -247,7 +247,7 @@ class Bucket:
             shapes = [tuple(parameter.shape) for parameter in self.parameters if parameter.grad is not None]
             raise TaskError(
                 f"reproducible: bitwise: the backward pass computed gradients of parameters of shape {shapes[:4]} "
-                f"twice, the second time after sending the first gradients. Reentrant checkpointing of shared weights "
+                f"again after the first gradients had been sent. Reentrant checkpointing of shared weights "
                 f"causes this. Call torch.utils.checkpoint with use_reentrant=False."
             )
 

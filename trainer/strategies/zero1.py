@@ -45,7 +45,7 @@ class Zero1Strategy(DDPStrategy):
         raise ConfigError("zero1 does not support elastic=true, because the shard of a dead process is lost. Use ddp.")
 
     def prepare(self, task: "Task", optimizers: Sequence[Optimizer]) -> list[Optimizer]:
-        """Prepare the placed task. A returned optimizer updates this process's shard and fetches the other weights."""
+        """Prepare the placed task. The returned optimizers update this process's shard and fetch the other weights."""
         prepared = super().prepare(task, optimizers)
         return prepared if self.place.world_size == 1 else [self._sharded(optimizer) for optimizer in prepared]
 
@@ -160,7 +160,7 @@ def _numbered(optimizer: Optimizer) -> Iterator[tuple[nn.Parameter, int]]:
 
 
 class _ShardFactory:
-    """Creates copies of `optimizer` with a subset of its parameters. This works for any class of optimizers."""
+    """Creates copies of `optimizer` with a subset of its parameters. This works for any optimizer class."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer

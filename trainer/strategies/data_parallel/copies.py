@@ -69,7 +69,7 @@ def _add(gradients: Sequence[Tensor | None]) -> Tensor | None:
 
 
 def keep_buffers(module: nn.Module, copy: nn.Module) -> None:
-    """Copy buffers that a step reassigned on the first copy back to the task.
+    """Copy to the task any buffers that a step reassigned on the first copy.
 
     This is not necessary for in-place changes, because the first copy shares the task's buffers.
     """
@@ -82,7 +82,7 @@ def keep_buffers(module: nn.Module, copy: nn.Module) -> None:
 
 
 def log_as(task: "Task", samples: int, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-    """Log a value of a copy on `task`. If the step does not set batch_size, use `samples`."""
+    """Log a copy's value on `task`. If the step does not set batch_size, use `samples` as the batch size."""
     # `Task.log` finds the name of a metric by identity, so it needs the task's object
     value = value.metric if isinstance(value, SharedMetric) else value
     task.log(name, value, *args, **({"batch_size": samples} | kwargs))

@@ -1,9 +1,9 @@
 """DDP with parameter servers: every trainer has all dense layers, and server processes have the large modules.
 
-This strategy is for models with a module that is too large to be in every process, such as the embeddings of a
-recommender system. The task lists such modules in `remote_modules`. The trainers have the first ranks of the run, and
-the servers have the last ranks. A step is equivalent to a step in a single process: DDP reduces the dense gradients,
-and each server sums the gradients of its modules and updates these modules once per step.
+This strategy is for models with a module that is too large to be replicated in every process, such as a recommender
+system's embeddings. The task lists such modules in `remote_modules`. The first ranks of the run are trainers, and the
+last ranks are servers. A step is equivalent to a step in a single process: DDP reduces the dense gradients, and each
+server sums the gradients of its modules and updates these modules once per step.
 """
 
 import inspect
@@ -256,7 +256,7 @@ class DDPRPCStrategy(DDPStrategy):
         return [rpc.rpc_async(server, function, args=arguments) for server in servers]
 
     def _take(self, gradients: Mapping[Tensor, Tensor], last: bool) -> None:
-        """Collect the dense gradients of a batch. Gradients of the last batch are already means over the trainers."""
+        """Collect the dense gradients of a batch. DDP has already averaged the last batch's gradients."""
         assert self.task is not None
         for parameter in self.task.parameters():
             gradient, before = gradients.get(parameter), self.held.get(parameter)
@@ -268,7 +268,7 @@ class DDPRPCStrategy(DDPStrategy):
                 self.held[parameter] = gradient.clone() if before is None else before.add_(gradient)
 
     def end_step(self) -> None:
-        """Reduce and add the gradients of earlier batches, because DDP only reduces those of the last batch."""
+        """Reduce and add the gradients of earlier batches, because DDP reduces only those of the last batch."""
         super().end_step()
         assert self.task is not None
         # the config decides, not this rank's gradients: all ranks must issue the same collectives
@@ -303,7 +303,7 @@ class DDPRPCStrategy(DDPStrategy):
         return super().clip(optimizer, limit, algorithm)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Any = None, **options: Any) -> Any:
-        """Update the dense weights in this process. A server updates its weights after all trainers have called it."""
+        """Update this process's dense weights. Each server updates its weights once all trainers have called this."""
         scale, trainers = 1.0 / self.loss_scale, self.place.world_size
         changed = options_of(optimizer) if self.place.rank == 0 else None
         with peers_gone("server"):

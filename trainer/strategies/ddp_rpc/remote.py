@@ -175,7 +175,7 @@ class Remote(nn.Module):
 
 
 def parameter_places(task: nn.Module) -> list[tuple[Remote | None, int]]:
-    """Return the remote module of each parameter (None if it is local) and its index among the module's parameters.
+    """Return each parameter's remote module (None if it is local), and the parameter's index within this module.
 
     The parameters are in the same order as in a single process.
     """
@@ -200,7 +200,7 @@ def peers_gone(server: str) -> Iterator[None]:
     except RuntimeError as error:
         text = str(error)
         if text.startswith("eof") or any(phrase in text for phrase in LOST):
-            raise ConnectionError(f"The process {server} of this run no longer responds: {text[:200]}") from error
+            raise ConnectionError(f"Process {server} of this run no longer responds: {text[:200]}") from error
         raise
 
 

@@ -1,4 +1,4 @@
-"""Operations on DTensors: scattering and gathering, and norms, clipping and loss scaling of sharded gradients."""
+"""Operations on DTensors: scattering, gathering, gradient norms, gradient clipping and loss scaling."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -163,7 +163,7 @@ def clip_value(optimizer: Optimizer, limit: float) -> None:
 class MeshScaler(torch.amp.GradScaler):
     """Loss scaler for sharded gradients. If any shard overflows, all ranks skip the step.
 
-    This class overrides the public methods of torch's scaler, which only supports gradients of one rank on one mesh.
+    This class overrides the public methods of torch's scaler, which supports only one rank's gradients on one mesh.
     """
 
     def __init__(self, device: torch.device) -> None:

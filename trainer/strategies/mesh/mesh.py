@@ -87,8 +87,8 @@ def refuse_compile(name: str, options: bool | Mapping[str, Any], sizes: Sizes) -
     """Raise ConfigError for compile options that a mesh does not support."""
     if not isinstance(options, Mapping) or not options.get("blocks"):
         raise ConfigError(
-            f"trainer.compile: the hooks with which strategy {name!r} gathers parameters cannot be compiled, but the "
-            f"blocks between them can. Set the classes of these blocks, as in compile={{'blocks': ['Block']}}."
+            f"trainer.compile: the hooks that gather parameters in strategy {name!r} cannot be compiled, but the "
+            f"blocks between them can. List the classes of these blocks, as in compile={{'blocks': ['Block']}}."
         )
     if sizes.tensor * sizes.pipeline > 1:
         raise ConfigError(

@@ -47,7 +47,7 @@ class ShardTree:
         self.replica = replica
 
     def expect_last(self) -> None:
-        """Reduce the gradients of all batches of the step in the next backward pass."""
+        """In the next backward pass, reduce the gradients of all batches in the step."""
         self.is_last = True
 
     def finish(self) -> None:

@@ -96,8 +96,8 @@ def find_sharded_blocks(task: nn.Module, blocks: Blocks) -> list[nn.Module]:
         for module in named:
             if shares_tensors(module, uses):
                 raise ConfigError(
-                    f"shard_blocks: a {type(module).__name__} shares a parameter with a module outside of it, which a "
-                    f"block does not support. Remove this class. The outermost block then gathers its parameters."
+                    f"shard_blocks: a {type(module).__name__} shares a parameter with a module outside of it, so it "
+                    f"cannot be a block. Remove its class. The outermost block then gathers its parameters."
                 )
         return named[::-1]
     chosen: list[nn.Module] = []
@@ -121,7 +121,7 @@ def shares_tensors(module: nn.Module, uses: Counter[int]) -> bool:
     """Return whether `module` shares a tensor with a module outside of it.
 
     Args:
-        uses: number of uses of each tensor in the task, by the tensor's id.
+        uses: number of times that the task uses each tensor, keyed by the tensor's id.
     """
     inside = Counter(id(tensor) for *_, tensor in tensor_slots(module))
     return any(uses[tensor] > count for tensor, count in inside.items())

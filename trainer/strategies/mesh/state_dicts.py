@@ -40,7 +40,7 @@ class MeshStateDicts(ShardedStateDicts):
 
     @torch.no_grad()
     def load_model(self, task: "Task", weights: Mapping[str, Any], strict: bool) -> None:
-        """Load this rank's shards of full weights. Let torch load other values, such as a module's extra state."""
+        """Load this rank's shards of the full weights. torch loads other values, such as a module's extra state."""
         # keep_vars, to fill the DTensors themselves: without it, state_dict returns detached tensors
         targets, plain = task.state_dict(keep_vars=True), {}
         for name, value in weights.items():

@@ -110,6 +110,6 @@ def refuse_doubled(names: list[str]) -> None:
     """Raise TaskError for parameters whose gradients would be summed although every process has the full gradient."""
     if names:
         raise TaskError(
-            f'tensor_plan says "{REPLICATED}" for {first_names(names)}, but the gradients are already equal on all '
+            f'tensor_plan marks {first_names(names)} as "{REPLICATED}", but the gradients are already equal on all '
             f"processes along the tensor axis. A sum would multiply them. Leave these modules out of the plan."
         )

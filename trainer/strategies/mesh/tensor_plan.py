@@ -2,8 +2,8 @@
 
 See Shoeybi et al. 2019, "Megatron-LM" (https://arxiv.org/abs/1909.08053) and torch.distributed.tensor.parallel.
 
-    "column"     a Linear whose outputs are sharded and whose input is full
-    "row"        a Linear whose inputs are sharded and whose output is the full sum over the processes
+    "column"     a Linear with a full input and sharded outputs
+    "row"        a Linear with sharded inputs; its output is the full sum over the processes
     "replicated" a module between a column and its row, such as a norm over heads: each process has the full module and
                  computes with its shard of the activations; the gradients are summed over the processes
 
@@ -90,7 +90,7 @@ def words_of(task: "Task", parts: int, in_shards: bool) -> dict[str, str]:
     summed = [name for name, word in words.items() if in_shards and word == REPLICATED]
     if summed:
         raise ConfigError(
-            f"tensor_shards: the gradient of {first_names(summed)} is a sum over tokens and heads. The order depends "
+            f"tensor_shards: the gradient of {first_names(summed)} is a sum over tokens and heads. Its order depends "
             f"on the number of processes. Leave the layers around this module out of the plan, or omit tensor_shards."
         )
     return {name: word for name, word in words.items() if word in ("column", "row")} if in_shards else words

@@ -26,7 +26,7 @@ Sums = Callable[[Iterable[Tensor]], Tensor]
 
 
 class Copies(torch.autograd.Function):
-    """Returns a view of the input for each shard. In backward, sums the gradients of the views."""
+    """Returns a view of the input for each shard. The backward pass sums the gradients of the views."""
 
     @staticmethod
     def forward(context: Any, inputs: Tensor, count: int, add_up: Sums) -> tuple[Tensor, ...]:
@@ -104,7 +104,7 @@ class TensorShards:
         return like(inputs, output if layer.bias is None else output + local(layer.bias), Replicate())
 
     def _cut(self, tensor: Tensor, dim: int) -> list[Any]:
-        """Split a tensor into this process's shards. Each has the memory layout that it would have as the only one."""
+        """Split a tensor into this process's shards. Each has the memory layout that a single shard would have."""
         return with_allocated_memory([*local(tensor).chunk(len(self.owned), dim)])  # type: ignore[no-any-return]
 
     def add_up(self, values: Iterable[Tensor]) -> Tensor:
@@ -134,7 +134,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def like(inputs: Tensor, output: Tensor, place: Placement) -> Tensor:
-    """Return `output` as a DTensor if `inputs` are a DTensor, as torch's hooks on a parallel layer expect."""
+    """Return `output` as a DTensor if `inputs` is a DTensor, as torch's hooks on a parallel layer expect."""
     if not isinstance(inputs, DTensor):
         return output
     return DTensor.from_local(output, inputs.device_mesh, [place], run_check=False)

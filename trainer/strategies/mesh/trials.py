@@ -36,7 +36,7 @@ def refuse_unknown_arithmetic(strategy: str, optimizers: Sequence[Optimizer], ra
 
 
 def _error_of_steps(optimizer: Optimizer) -> str:
-    """Run a copy of the optimizer on small parameters. Return the message of its error, or "" if it succeeds."""
+    """Run a copy of the optimizer on small parameters. Return its error message, or "" if it succeeds."""
     small: dict[Any, nn.Parameter] = {}
 
     def change(parameter: Tensor) -> nn.Parameter:

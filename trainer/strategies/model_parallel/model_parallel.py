@@ -102,7 +102,7 @@ class DDPModelParallelStrategy(DDPStrategy):
         return len(self._group_devices(devices))
 
     def _group_devices(self, devices: Sequence[torch.device]) -> list[list[torch.device]]:
-        """Return the devices of each process on this machine. Each process has consecutive devices."""
+        """Return the devices of each process on this machine. Each process gets consecutive devices."""
         size = self.parts_wanted
         processes, rest = divmod(len(devices), size)
         if rest or not processes:
@@ -110,7 +110,7 @@ class DDPModelParallelStrategy(DDPStrategy):
             raise ConfigError(
                 f"strategy ddp_model_parallel gives each process devices_per_replica={size} devices, but "
                 f"trainer.devices has {len(devices)} = {processes} x {size} + {rest}. Use {near} devices. On the CPU, "
-                f"any number is available."
+                f"you can use any number of devices."
             )
         return [list(devices[first : first + size]) for first in range(0, len(devices), size)]
 
@@ -194,7 +194,7 @@ class DDPModelParallelStrategy(DDPStrategy):
         if astray:
             raise ConfigError(
                 f"{type(task).__name__} has tensors outside of self.devices ({', '.join(map(str, self.parts))}): "
-                f"{first_names(astray)}. Move them in configure_model."
+                f"{first_names(astray)}. Move these tensors to self.devices in configure_model."
             )
 
     def _refuse_pieces(self, task: "Task") -> None:

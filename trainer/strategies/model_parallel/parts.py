@@ -78,7 +78,7 @@ def describe_missing_blocks(task: "Task") -> str:
 
 
 def module_bytes(module: nn.Module) -> int:
-    """Return the total size of a module's parameters and buffers in bytes. Shared tensors count once."""
+    """Return the total size of a module's parameters and buffers in bytes. Shared tensors are counted once."""
     tensors = {id(tensor): tensor for tensor in tensors_of(module)}
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
@@ -88,7 +88,7 @@ def cut(blocks: Sequence[PartBlock], parts: int, split: Split = "auto") -> list[
     if len(blocks) < parts:
         names = ", ".join(block.name for block in blocks)
         raise ConfigError(
-            f"{len(blocks)} blocks ({names}) cannot make {parts} parts, because each part needs at least one block."
+            f"{len(blocks)} blocks ({names}) cannot be split into {parts} parts. Each part needs at least one block."
         )
     if split == "auto":
         # by bytes rather than measured time: known before the first batch, and equal on every rank

@@ -49,7 +49,7 @@ class BatchRun:
 
         Args:
             pieces: maximum number of micro-batches.
-            together: ranks in the pipelines that run in lockstep with this one.
+            together: ranks in the pipelines that run in lockstep with this pipeline.
         """
         self.task, self.schedules, self.interceptor = task, schedules, schedules.interceptor
         batch, *self.arguments = arguments
@@ -107,7 +107,7 @@ class BatchRun:
         return self.precision.scale(losses[0] * (0.0 if self.is_masked else share))
 
     def _step(self, index: int) -> Any:
-        """Call training_step with a micro-batch, from the same random state on all processes."""
+        """Call training_step with a micro-batch, starting from the same random state on all processes."""
         seed_generators(mix(self.key, self.schedules.places, index))
         # set on the instance, to override the class's method: `result` sends the calls to all stages, which log them
         self.task.__dict__["log"] = partial(self._record, index)

@@ -8,7 +8,7 @@
                                   of training_step computes the loss and logs values
 
 A task therefore does not need a separate loss function. However, it must not compute anything between blocks, because
-not every process has the values there. If the task does so, the interceptor raises an error.
+not every process has the blocks' outputs. If the task computes something there, the interceptor raises an error.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -79,7 +79,7 @@ class BlockInterceptor:
             raise TaskError(f"training_step did not call {first!r}, the first block of the task.")
         if named or not inputs or not all(isinstance(value, Tensor) for value in inputs):
             types = ", ".join([*(type(value).__name__ for value in inputs), *named]) or "nothing"
-            raise TaskError(f"{first!r}, the first block of a pipeline, needs positional tensors only, got {types}.")
+            raise TaskError(f"{first!r}, the first block of a pipeline, accepts only positional tensors, got {types}.")
         if any(tensor.requires_grad for tensor in inputs):
             raise TaskError(
                 f"training_step uses parameters before {first!r}, the first block of the task, but a pipeline can only "
@@ -177,14 +177,14 @@ class BlockInterceptor:
 def intercepted(kind: type[nn.Module], enter: Callable[..., Any]) -> type[nn.Module]:
     """Return a subclass of `kind` whose `__call__` method calls `enter`.
 
-    The subclass does not override `forward` instead, because calls would then run the block's hooks.
+    The subclass does not override `forward`, because the block's hooks would then run on every call.
     """
     members = {"__call__": lambda self, *args, **kwargs: enter(*args, **kwargs), "__module__": kind.__module__}
     return type(kind.__name__, (kind,), members)
 
 
 class _Reached(BaseException):
-    """Raised when the task calls the first block. `except Exception` in the task does not catch a BaseException."""
+    """Raised when the task calls the first block. As a BaseException, it bypasses `except Exception` in the task."""
 
     def __init__(self, args: tuple[Any, ...], named: dict[str, Any]) -> None:
         super().__init__(*args)

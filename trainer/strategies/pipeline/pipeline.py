@@ -5,9 +5,9 @@
     a training step       input --> activations ------> output --> the rest of training_step: loss, logged values
                           gradients <------------------ gradients
 
-intercept.py runs training_step without its blocks, and stages.py runs the blocks. Every process has all modules of the
-task, but it has only the shapes of other stages' parameters. The last stage broadcasts the values that training_step
-logs.
+intercept.py runs training_step without its blocks, and stages.py runs the blocks. Every process has all of the
+task's modules, but it stores only the shapes of other stages' parameters. The last stage broadcasts the values that
+training_step logs.
 """
 
 from collections.abc import Sequence
@@ -94,7 +94,7 @@ class PipelineMeshStrategy(MeshStrategy):
 
     # --- the task ---------------------------------------------------------------------------------------------------
     def place_task(self, task: "Task") -> None:
-        """Move this process's stage to its device. All weights have the values of rank 0."""
+        """Move this process's stage to its device. Every stage starts with rank 0's weights."""
         if self.sizes.pipeline == 1:
             super().place_task(task)
             return
@@ -132,7 +132,7 @@ class PipelineMeshStrategy(MeshStrategy):
             from ....tasks.task import Task
 
             if type(task).backward is not Task.backward:
-                raise ConfigError("A pipeline runs backward itself, stage by stage. Do not override it in your task.")
+                raise ConfigError("A pipeline runs backward itself, stage by stage. Do not override Task.backward.")
             if task.trainer.reproducible == "off":
                 raise ConfigError(
                     "A pipeline needs reproducible: order. All processes of a pipeline must load the same batch, "

@@ -125,7 +125,7 @@ class Schedules:
         Args:
             inputs: the pipeline's input on the first stage; empty on other stages.
             kind: key that identifies the shapes in the batch. It is the same on all processes of the pipeline.
-            cached: True if all processes have a schedule for `kind`.
+            cached: True if all processes have already created a schedule for `kind`.
         """
         # both conditions: another process may have dropped its schedule for this kind, and making one is a collective
         old = self.made.pop(kind, None)
@@ -146,7 +146,7 @@ class Schedules:
     def _put_gradients_aside(self) -> list[tuple[nn.Parameter, Tensor]]:
         """Remove and return the gradients of earlier batches.
 
-        The first run of a schedule would drop the gradients of sharded parameters.
+        Otherwise, the first run of a schedule would drop the gradients of sharded parameters.
         """
         gradients = []
         for parameter in self.stage.parameters():

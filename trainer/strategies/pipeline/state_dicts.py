@@ -21,7 +21,7 @@ class PipelineStateDicts(MeshStateDicts):
         """Create the state dicts.
 
         Args:
-            mesh: state dicts of the mesh, whose `writers` this class uses.
+            mesh: state dicts of the mesh. This class uses their `writers`.
             stages: the ranks in the pipeline.
         """
         super().__init__(mesh.asked)
@@ -64,7 +64,7 @@ class PipelineStateDicts(MeshStateDicts):
         return {index for index, weight in enumerate(parameters) if self.owners.is_foreign(weight)}, len(parameters)
 
     def _described(self, owned: Mapping[Any, Any], order: Iterable[Any]) -> dict[Any, Any]:
-        """Return the tensor descriptions of all ranks in the pipeline. The keys are in the given order."""
+        """Return the tensor descriptions from all ranks in the pipeline, with their keys in the given order."""
         # descriptions only: no rank has memory for the tensors of all stages
         described = {key: value for each in self.stages.gather_objects(owned) for key, value in each.items()}
         return {key: described[key] for key in order if key in described}
