@@ -1,4 +1,4 @@
-"""Properties that map Lightning's private attributes, which programs read and set, to attributes of Legato."""
+"""Properties that map Lightning's private attributes, which programs read and set, to Legato's attributes."""
 
 from typing import Any
 

@@ -58,7 +58,7 @@ class LoggedMetrics(Values):
 
 
 class MetricsOfProcess(Values):
-    """The values that all ranks share, updated with newer values of this process.
+    """The values that all ranks share, updated with newer values from this process.
 
     Values that a program sets are treated as shared.
     """
@@ -130,7 +130,7 @@ class TrainerAttributes(OwnParts, Trainer):
     @property
     def current_epoch(self) -> int:
         """The index of the current epoch, from 0; after a run, the number of epochs started."""
-        # Lightning counts an epoch that stopped in the middle; Legato does not, because a resume continues it
+        # Lightning counts an epoch that stopped in the middle; Legato does not, because a resumed run continues it
         return self.state.epoch + self.epoch_is_cut
 
     @property
@@ -274,7 +274,7 @@ class TrainerAttributes(OwnParts, Trainer):
         return MetricsOfProcess(agreed, local) if local else agreed
 
     def newest_agreed(self) -> "dict[str, Tensor]":
-        """Return the values that all ranks share, for joint decisions. For one process, these are the newest values."""
+        """Return the values shared by all ranks, for joint decisions. With one process, these are the newest values."""
         self._read_newest()
         return self.agreed_metrics
 

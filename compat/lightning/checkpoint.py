@@ -1,7 +1,7 @@
 """Checkpoints in Lightning's format: a file of plain containers and tensors, which `torch.load` reads.
 
 The file has Lightning's keys. The additional state that Legato needs for an exact resume (replicas, positions in the
-data, sums of the epoch, fingerprint) is stored under the `legato` key, which Lightning ignores. Values that contain
+data, the epoch's sums, fingerprint) is stored under the `legato` key, which Lightning ignores. Values that contain
 code, such as a module among the hyperparameters, are stored as nested pickles, which `torch.load` reads only with
 weights_only=False. By default, `read` omits nested pickles that this process did not write.
 """
@@ -59,7 +59,7 @@ class Code:
 
 # --- what a file may contain ------------------------------------------------------------------------------------------
 def _plain_classes() -> list[Any]:
-    """Return classes that `torch.load` may load in addition to torch's own. Loading such objects runs no code."""
+    """Return classes that `torch.load` may load in addition to torch's own. Loading their instances runs no code."""
     kinds = {type(np.dtype(code)) for code in np.typecodes["All"] if code not in "OVM"}
     classes: list[Any] = [timedelta, PosixPath, np.ndarray, np.dtype, *kinds]
     # a nested pickle is not read
@@ -75,7 +75,7 @@ def _plain_classes() -> list[Any]:
 
 
 def _wrapped(name: str, value: Any) -> Any:
-    """Return a value. If `torch.load` would reject the value, it is wrapped in Code. Pickling errors are raised."""
+    """Return a value, wrapped in Code if `torch.load` would reject it. Pickling errors are propagated."""
     # only torch knows which values its reader rejects, and it checks only files
     buffer = BytesIO()
     torch.save(value, buffer)
@@ -328,7 +328,7 @@ class LightningFile:
         return contents
 
     def load_states(self) -> None:
-        """Load the states of the data module and callbacks from the evaluated checkpoint, unless already loaded."""
+        """Load the states of the data module and callbacks from the evaluated checkpoint if they are not loaded yet."""
         data, callbacks = self.states or (None, {})
         self.states = None
         if data and self.trainer.datamodule is not None:

@@ -175,7 +175,7 @@ class SaveConfigCallback(Callback):
 
 
 class LightningCLI:
-    """Parses the command line, creates the module, data module and trainer, and calls the named trainer method."""
+    """Parses the command line, creates the module, data module and trainer, and calls the requested trainer method."""
 
     def __init__(  # noqa: PLR0913 (Lightning's arguments)
         self,
@@ -248,7 +248,7 @@ class LightningCLI:
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """Return the subcommands. Each maps to the method arguments that the command line does not accept."""
+        """Return a dict from each subcommand to the method arguments that the command line does not accept."""
         loaders = {"model", "dataloaders", "datamodule"}
         fit = {"model", "train_dataloaders", "val_dataloaders", "datamodule"}
         return {"fit": fit, "validate": loaders, "test": loaders, "predict": loaders}
@@ -369,7 +369,7 @@ class LightningCLI:
 
     @staticmethod
     def configure_optimizers(lightning_module: Any, optimizer: Optimizer, lr_scheduler: Any = None) -> Any:
-        """Return the result for the module's `configure_optimizers`. Subclasses may override this method."""
+        """Return what the module's `configure_optimizers` should return. Subclasses may override this method."""
         if lr_scheduler is None:
             return optimizer
         if isinstance(lr_scheduler, ReduceLROnPlateau):
@@ -419,7 +419,7 @@ class LightningCLI:
 
     # --- the run ----------------------------------------------------------------------------------------------------
     def _run_subcommand(self, subcommand: str) -> None:
-        """Call the method of this name, on the CLI or the trainer, between its `before_` and `after_` methods."""
+        """Call the CLI's or the trainer's method with this name, between its `before_` and `after_` methods."""
         getattr(self, f"before_{subcommand}", lambda: None)()
         function = getattr(self, subcommand, None) or getattr(self.trainer, subcommand)
         config = self.config_init[subcommand]

@@ -97,7 +97,7 @@ class LoggerConnector(Connector):
 
 
 class CallbackConnector(Connector):
-    """The order of callbacks, and the callbacks that a module adds."""
+    """Connector that orders callbacks and adds those of a module."""
 
     def _reorder_callbacks(self, callbacks: list[Any]) -> list[Any]:
         return sorted(callbacks, key=lambda callback: isinstance(callback, CheckpointCallback))

@@ -6,7 +6,7 @@ ModuleType = TypeVar("ModuleType")
 
 
 def require_jsonargparse() -> None:
-    """Raise ModuleNotFoundError with instructions if jsonargparse is not installed."""
+    """Raise ModuleNotFoundError with installation instructions if jsonargparse is not installed."""
     try:
         import jsonargparse  # noqa: F401
     except ModuleNotFoundError:

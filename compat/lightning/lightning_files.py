@@ -24,7 +24,7 @@ TRAINED, AVERAGING = "current_model_state", "averaging_state"
 def contents_of(trainer: Any, path: Path, saved: Mapping[str, Any]) -> dict[str, Any]:
     """Convert a Lightning file to the contents of a Legato checkpoint. Log the parts that the file does not contain.
 
-    The contents retain Lightning's keys, because hooks of the program may read them.
+    The contents retain Lightning's keys, because the program's hooks may read them.
     """
     contents = {**saved, "state_dict": saved.get(TRAINED, saved["state_dict"]), "callback_metrics": {}}
     contents["precision"] = saved.get(SCALER) or saved.get("native_amp_scaling_state") or {}

@@ -197,7 +197,7 @@ class FolderOfLogger:
         self, logger: Any, kind: Any, save_dir: str | Path, name: str | None, version: int | str | None
     ) -> None:
         if "://" in str(save_dir):
-            raise ConfigError(f"A logger's save_dir must be a local folder, got {str(save_dir)!r}. Mount the store.")
+            raise ConfigError(f"save_dir must be a local folder, got {str(save_dir)!r}. Mount the store as a folder.")
         self.logger, self.kind = logger, kind
         self.save_dir, self.name, self._version = os.fspath(save_dir), name, version
         self._start = os.getcwd()  # absolute, because the process may change its working directory
@@ -251,7 +251,7 @@ class FolderOfLogger:
 
 
 class FolderParts(PlacesPoints, logger.Logger):
-    """Base class of loggers with their own folder. Programs read and set the parts of its path under these names."""
+    """Base class of loggers with their own folder. Programs access the parts of the folder's path under these names."""
 
     own_folder: FolderOfLogger | None = None
     """The folder of the logger; None: the run directory."""
@@ -517,7 +517,7 @@ class CSVLogger(FolderParts, csv_file.CSVLogger):
 
 
 class MLFlowLogger(PlacesPoints, WithoutFiles, mlflow.MLFlowLogger):
-    """Writes to MLflow with the mlflow package."""
+    """Logs to MLflow through the mlflow package."""
 
     LOGGER_JOIN_CHAR, group_separator = "-", "/"
 
@@ -580,7 +580,7 @@ LOG_OBJECTS = (
 
 
 class WandbLogger(PlacesPoints, WithoutFiles, wandb.WandbLogger):
-    """Writes to Weights & Biases with the wandb package."""
+    """Logs to Weights & Biases through the wandb package."""
 
     LOGGER_JOIN_CHAR, group_separator = "-", "/"
 
@@ -664,7 +664,7 @@ class WandbLogger(PlacesPoints, WithoutFiles, wandb.WandbLogger):
             super().log_hyperparams(sanitize_callables(as_dict(params)))
 
     def log_text(self, key: str, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
-        """Ignore the config that a run logs as text. Raises UnsupportedError for Lightning's arguments."""
+        """Ignore the config that a run logs as text. Raises UnsupportedError if the arguments are Lightning's."""
         if kwargs or not isinstance(args[0], str):
             raise UnsupportedError(f"WandbLogger.log_text: {LOG_OBJECTS}")
 

@@ -59,7 +59,7 @@ class LayerSummary:
 class ModelSummary:
     """The layers of a module down to depth `max_depth` (-1: all layers, 0: none). `str()` returns a table.
 
-    If the module has an `example_input_array`, it is called once with this input to record shapes and operations.
+    A module with an `example_input_array` is called once with this input to record shapes and operations.
     """
 
     def __init__(self, model: Any, max_depth: int = 1) -> None:
@@ -154,7 +154,7 @@ class ModelSummary:
 
     @property
     def total_layer_params(self) -> int:
-        """The number of parameters in the layers of the table."""
+        """The number of parameters in the layers that the table lists."""
         return sum(self.param_nums)
 
     @property
@@ -249,7 +249,7 @@ def shown_totals(
 
 
 def format_summary(columns: Mapping[str, list[str]], totals: Mapping[str, str]) -> str:
-    """Format a table from columns by header, with totals below the table."""
+    """Format a table from columns keyed by header, with totals below the table."""
     widths = [max(map(len, (head, *column))) for head, column in columns.items()]
     rows = [list(columns), *zip(*columns.values(), strict=True)]
     lines = [" | ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows]

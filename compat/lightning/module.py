@@ -38,7 +38,7 @@ DataSelf = TypeVar("DataSelf", bound="LightningDataModule")
 
 
 class OfClass(classmethod):  # type: ignore[type-arg]
-    """A class method that raises an error if it is called on an instance, which it would not change."""
+    """A class method that raises an error if it is called on an instance, because it would not change the instance."""
 
     def __get__(self, instance: Any, kind: Any = None) -> Any:
         method = super().__get__(instance, kind)
@@ -191,7 +191,7 @@ class LightningModule(InitialHyperparameters, Task):
     def trainer(self, trainer: Any) -> None:
         self.__dict__["_trainer"] = trainer
         if trainer is not None:
-            rank_zero_only.rank = trainer.global_rank  # the rank for rank-0 functions, from the first hook of a process
+            rank_zero_only.rank = trainer.global_rank  # for rank-0 functions, from a process's first hook
         for module in self.children():
             if isinstance(module, LightningModule):
                 module.trainer = trainer
@@ -340,7 +340,7 @@ class LightningModule(InitialHyperparameters, Task):
         super().__init_subclass__(**options)
         if "configure_sharded_model" in vars(cls):
             if "configure_model" in vars(cls):
-                raise ConfigError(f"{cls.__name__} defines configure_model as well. Remove configure_sharded_model.")
+                raise ConfigError(f"{cls.__name__} also defines configure_model. Remove configure_sharded_model.")
             cls.configure_model = cls.configure_sharded_model  # type: ignore[assignment]
 
     def configure_sharded_model(self) -> None:
@@ -452,7 +452,7 @@ class LightningModule(InitialHyperparameters, Task):
 def builder(kind: Any, values: Mapping[str, Any]) -> Any:
     """Return the callable that creates an object: its class, or a function if a LightningCLI saved the hyperparameters.
 
-    Raises ValueError if the class has not been imported, because a checkpoint must not cause imports.
+    Raises ValueError if the class has not been imported, because loading a checkpoint must not import code.
     """
     if values.get("_instantiator") != INSTANTIATOR:
         return kind

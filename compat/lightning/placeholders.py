@@ -20,7 +20,7 @@ class Placeholder(type):
     way_out: str
 
     def __call__(cls, *arguments: Any, **options: Any) -> Any:
-        """Raise UnsupportedError if a program creates an object of a placeholder or of its subclass."""
+        """Raise UnsupportedError if a program instantiates a placeholder or a subclass of a placeholder."""
         raise UnsupportedError(f"{cls.__name__}: {cls.way_out}")
 
     def __getattr__(cls, name: str) -> Any:
@@ -58,7 +58,7 @@ def refuse_overrides(instance: object, names: Iterable[str], way_out: str) -> No
 
 
 class OwnParts:
-    """An object without Lightning's private attributes. Reading one raises an AttributeError with advice."""
+    """An object without Lightning's private attributes. Reading them raises an AttributeError with advice."""
 
     if not TYPE_CHECKING:  # otherwise a type checker would accept every name
 

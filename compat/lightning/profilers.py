@@ -32,11 +32,11 @@ STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
 class Profiler(ABC):
-    """Base class of profilers. `start` and `stop` are called around each action, and `summary` returns the report.
+    """Base class of profilers. `start` is called before each action, `stop` after it, and `summary` returns the report.
 
     Args:
         dirpath: Folder for files. None: the run directory.
-        filename: Prefix of file names. None: log the report instead of writing a file.
+        filename: Prefix for file names. None: log the report instead of writing a file.
     """
 
     # class attributes, for a program's profilers that do not call this constructor
@@ -117,7 +117,8 @@ class PassThroughProfiler(Profiler):
 class SimpleProfiler(Profiler):
     """Measures the duration of each action.
 
-    The report lists the mean and total in seconds, the number of calls, and the percentage of the profiler's lifetime.
+    The report lists the mean and total duration in seconds, the number of calls, and the percentage of the
+    profiler's lifetime.
     `extended=False` omits the number of calls and the percentage. Raises ValueError if an action is started while it is
     running, or stopped while it is not running.
     """
@@ -421,7 +422,7 @@ class Profiling(Callback):
 
 
 def add_profiler(wanted: str | Profiler | None, callbacks: list[Callback]) -> Profiler:
-    """Return the profiler from `make_profiler`. If one was requested, add a callback that measures runs with it."""
+    """Return the profiler from `make_profiler`. If a profiler was requested, add a callback that runs it."""
     profiler = make_profiler(wanted)
     if wanted is not None:
         callbacks.append(Profiling(profiler))

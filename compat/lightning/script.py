@@ -57,7 +57,7 @@ def run_lightning(arguments: Sequence[str]) -> None:
 
 
 def _from_script(traceback: TracebackType | None) -> TracebackType | None:
-    """Return a traceback without the frames that precede the script."""
+    """Return the part of a traceback that starts in the script."""
     while traceback is not None and traceback.tb_frame.f_code.co_filename in (__file__, runpy.__file__, FROZEN_RUNPY):
         traceback = traceback.tb_next
     return traceback

@@ -205,7 +205,7 @@ class Trainer(TrainerAttributes):
 
         Until the Trainer method returns, Lightning callbacks also have the module's `log` and `log_dict` methods.
         """
-        if self.fit_as_lightning not in self.callbacks:  # it left the callbacks after the last run
+        if self.fit_as_lightning not in self.callbacks:  # removed in `setup` of the last run
             self.callbacks.insert(0, self.fit_as_lightning)
         for owner in owners:
             if isinstance(owner, CallbackOfLightning):
@@ -224,7 +224,7 @@ class Trainer(TrainerAttributes):
         # Lightning raises an error; Legato would train nothing and report success
         if run.source is not None and 0 <= (self.max_epochs or 0) < self.state.epoch:
             raise MisconfigurationException(
-                f"max_epochs={self.max_epochs} is less than the {self.state.epoch} epochs in the checkpoint. Raise it."
+                f"max_epochs={self.max_epochs} is less than the checkpoint's {self.state.epoch} epochs. Increase it."
             )
         # a dict with "weight" is an ordinary result in programs for Lightning
         run.optimization.weights = SampleWeights(self)  # type: ignore[assignment]
@@ -248,7 +248,7 @@ class Trainer(TrainerAttributes):
             submodule.training = self.modes_before.get(name, submodule.training)
 
     def end_epoch(self) -> None:
-        """End an epoch. An epoch in which the run stops is also counted, even if it has no completed step."""
+        """End an epoch. The epoch in which a run stops is also counted, even if no step in it was completed."""
         run, state = self.current_run, self.state
         epoch = state.epoch
         # the last step is a logging point only if log_every_n_steps is due
@@ -256,7 +256,7 @@ class Trainer(TrainerAttributes):
         state.logged_at = state.global_step
         super().end_epoch()
         is_cut = state.epoch == epoch
-        # reduced again: end_epoch writes nothing for an epoch that a resume will continue, but Lightning does
+        # reduced again: end_epoch writes nothing for an epoch that a resumed run continues, but Lightning does
         if is_cut:
             values = run.metrics.reduce_epoch(keep=True)
             self.logged_metrics.update(values.loggers)
@@ -459,7 +459,7 @@ class Trainer(TrainerAttributes):
         if path == "hpc" or str(path).startswith("registry"):
             raise UnsupportedError(
                 f"ckpt_path={str(path)!r} is not supported: a requeued SLURM job resumes automatically "
-                "(SLURMEnvironment(auto_requeue=True)), and Legato has no registry. Pass a path, 'last' or 'best'."
+                "(SLURMEnvironment(auto_requeue=True)). Legato has no model registry. Pass a path, 'last' or 'best'."
             )
         if path not in (None, "best", "last", "auto"):
             require_checkpoint(path)

@@ -39,7 +39,7 @@ class LearningRateSweep(Callback):
         mode: "exponential" or "linear".
         diverges_at: Stop when the smoothed loss exceeds this factor times its minimum. None: never stop early.
 
-    Raises ConfigError for any other mode, for fewer than 2 steps, and if `0 < lr_min < lr_max` is false.
+    Raises ConfigError for any other mode, for fewer than 2 steps, and if `0 < lr_min < lr_max` does not hold.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class LearningRateSweep(Callback):
 
 
 class Tuner:
-    """Searches for a learning rate and a batch size for the next run of a trainer."""
+    """Searches for a learning rate or a batch size for a trainer's next run."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -184,8 +184,8 @@ class Tuner:
             raise ConfigError(f"mode must be 'power' or 'binsearch', got {mode!r}.")
         if any(hasattr(source, "__iter__") for source in data.values()):
             raise ConfigError(
-                "scale_batch_size cannot change the fixed batch size of loaders. Pass a data module, or define "
-                "train_dataloader in the module, so that it uses the module's batch size."
+                "scale_batch_size cannot change the fixed batch size of loaders. Define the loaders in the module "
+                f"or a data module, and use its attribute {batch_arg_name!r} as their batch size."
             )
         if self._trainer.fast_dev_run:
             rank_zero_warn("Skipping batch size scaler since `fast_dev_run` is enabled.")
@@ -351,13 +351,13 @@ def _holders(name: str, *owners: Any) -> list[Any]:
 
 
 def holders_of(name: str, *owners: Any) -> list[Any]:
-    """Return the objects that have the attribute: tasks and data modules in `owners`, and their `hparams`.
+    """Return the tasks and data modules in `owners`, and those of their `hparams`, that have the attribute.
 
     Raises ConfigError if no object has the attribute.
     """
     holders = _holders(name, *owners)
     if not holders:
-        raise ConfigError(f"Neither a task, a data module nor their hparams have the attribute {name!r}. Define it.")
+        raise ConfigError(f"The attribute {name!r} is missing. Define it in the module, data module or their hparams.")
     return holders
 
 

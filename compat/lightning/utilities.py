@@ -117,7 +117,7 @@ def isolate_rng(include_cuda: bool = True) -> Iterator[None]:
 
 
 def move_data_to_device(batch: Any, device: torch.device | str | int) -> Any:
-    """Return a collection with its tensors and other objects that have a `to` method moved to a device."""
+    """Move the tensors in a collection, and other objects that have a `to` method, to a device."""
     return DataHooks().transfer_batch_to_device(batch, torch.device(device), 0)
 
 
@@ -223,7 +223,7 @@ class GradClipAlgorithmType(LightningEnum):
 
 def main() -> None:
     """Print that checkpoints need no upgrade."""
-    print("Legato reads checkpoints of all Lightning 2 versions, so there is nothing to upgrade.")
+    print("Legato reads checkpoints from all Lightning 2 versions, so there is nothing to upgrade.")
 
 
 # --- files ----------------------------------------------------------------------------------------------------------

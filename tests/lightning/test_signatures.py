@@ -128,5 +128,5 @@ def test_an_older_name_of_configure_model():
     module = Sharded()
     module.configure_model()
     assert module.layer.weight.shape == (1, 2)
-    with pytest.raises(ConfigError, match=r"defines configure_model as well. Remove configure_sharded_model"):
+    with pytest.raises(ConfigError, match=r"also defines configure_model. Remove configure_sharded_model"):
         type("Both", (Sharded,), {"configure_model": lambda self: None, "configure_sharded_model": lambda self: None})

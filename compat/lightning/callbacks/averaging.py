@@ -129,15 +129,15 @@ class StochasticWeightAveraging(weight_averaging.WeightAveraging, Callback):
         if not self._rates_before:
             self._rates_before = [float(group["lr"]) for group in trainer.optimizers[0].param_groups]
         # This callback computes the rate from the epoch, without a scheduler. A checkpoint then contains the scheduler
-        # that configure_optimizers creates, and a resume needs only the state of this callback.
+        # that configure_optimizers creates, and a resumed run needs only this callback's state.
         self._set_rates(trainer)
-        # a resume restarts its epoch, whose initial weights are already in the averages
+        # a resumed run restarts its epoch, whose initial weights are already in the averages
         if epoch > self._last_epoch:
             self._last_epoch = epoch
             self.update(task)
 
     def on_train_batch_start(self, trainer: "Trainer", task: "Task", batch: Any, batch_idx: int) -> None:
-        """Undo changes to the learning rates by a scheduler that runs after every step."""
+        """Undo the changes that a per-step scheduler has made to the learning rates."""
         if self._rates_before:
             self._set_rates(trainer)
 
@@ -157,7 +157,7 @@ class StochasticWeightAveraging(weight_averaging.WeightAveraging, Callback):
             group["lr"] = after * share + before * (1 - share)
 
     def on_fit_end(self, trainer: "Trainer", task: "Task") -> None:
-        """Leave the averages in the task if the run has reached its last epoch or has no last epoch."""
+        """Leave the averages in the task if the run has reached `max_epochs` or has no epoch limit."""
         if trainer.max_epochs in (None, -1) or trainer.current_epoch >= (trainer.max_epochs or 0):
             super().on_fit_end(trainer, task)
             if self.updates:

@@ -18,7 +18,7 @@ Number = int | float
 
 
 class ProgressBar(ProgressDisplay, Callback):
-    """Base class for progress bars. Provides each stage's total and description, which subclasses display."""
+    """Base class for progress bars. Provides each stage's number of batches and description for subclasses to show."""
 
     _trainer: "Trainer | None" = None
     _current_eval_dataloader_idx: int | None = None

@@ -39,7 +39,7 @@ def make_callbacks(trainer: Any, arguments: Mapping[str, Any], profiler: Any) ->
         if not isinstance(callback, Callback):
             raise ConfigError(f"Trainer(callbacks=...): expected callbacks, got {type(callback).__name__}.")
     if any(isinstance(item, CheckpointCallback) for item in callbacks) and not arguments["enable_checkpointing"]:
-        raise ConfigError("enable_checkpointing=False conflicts with a ModelCheckpoint in callbacks. Remove either.")
+        raise ConfigError("enable_checkpointing=False conflicts with a ModelCheckpoint in callbacks. Remove one.")
     defaults: list[tuple[bool, type, Callable[[], Callback]]] = [
         (trainer.enable_progress_bar, ProgressDisplay, TQDMProgressBar),
         (trainer.enable_model_summary, SummaryOfLegato, ModelSummary),

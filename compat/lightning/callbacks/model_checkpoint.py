@@ -142,7 +142,7 @@ class ModelCheckpoint(Checkpoint):
 
     @property
     def every_n_epochs(self) -> int:
-        """Number of epochs between checkpoints; 0 disables saving by epochs."""
+        """Number of epochs between checkpoints; 0 disables saving after epochs."""
         return self._every_n_epochs
 
     @property
@@ -233,7 +233,7 @@ class ModelCheckpoint(Checkpoint):
         self._last_time_checked = time.monotonic()
 
     def on_train_batch_end(self, trainer: "Trainer", task: "Task", outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Save every `every_n_train_steps` steps or after `train_time_interval`."""
+        """Save a checkpoint every `every_n_train_steps` steps or once per `train_time_interval`."""
         if self._is_accumulating(trainer) or self._should_skip_saving_checkpoint(trainer):
             return
         by_steps = self._every_n_train_steps >= 1 and trainer.global_step % self._every_n_train_steps == 0
@@ -482,7 +482,7 @@ class ModelCheckpoint(Checkpoint):
         ver: int | None = None,
         prefix: str | None = None,
     ) -> str:
-        """Return the path of a checkpoint with these metrics. Missing metrics are written as 0."""
+        """Return the path for a checkpoint with these metrics. Missing metrics are written as 0."""
         name = self._format_checkpoint_name(
             filename or self.filename, metrics, prefix=prefix, auto_insert_metric_name=self.auto_insert_metric_name
         )

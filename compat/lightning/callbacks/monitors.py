@@ -54,7 +54,7 @@ class LearningRateMonitor(learning_rate_monitor.LearningRateMonitor, Callback):
             self._log(trainer, step, self._rates(trainer, "step"))
 
     def on_train_epoch_start(self, trainer: "Trainer", *args: Any, **kwargs: Any) -> None:
-        """Log the learning rates of the epoch, unless a resumed run continues in the middle of it."""
+        """Log the learning rates of the epoch, unless the run resumed in the middle of the epoch."""
         self._logged_step = -1
         if trainer.state.epoch_steps == 0:
             self._log(trainer, trainer.state.global_step, self._rates(trainer, "epoch"))
@@ -167,7 +167,7 @@ class Timer(timer.Timer, Callback):
         return {"time_elapsed": {stage: self.time_elapsed(stage) for stage in ("train", "validate", "test")}}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the time of each stage before the resume."""
+        """Restore the time that each stage took before the resume."""
         self._earlier = dict(state_dict["time_elapsed"])
 
     def on_train_start(self, trainer: "Trainer", task: "Task") -> None:

@@ -295,7 +295,7 @@ class TQDMProgressBar(ProgressBar):
         return self.is_enabled and (current % self.refresh_rate == 0 or current == total)
 
     def _draws(self, bar: Any, batches: int) -> bool:
-        """Return whether to redraw a bar, based on `refresh_rate` and the time. If so, advance the bar."""
+        """Advance a bar and return True if `refresh_rate` and the time since the last redraw require a redraw."""
         if bar.disable or not self._should_update(batches, bar.total):
             return False
         rest = SECONDS_BETWEEN_DRAWINGS if sys.stdout.isatty() else SECONDS_WITHOUT_TERMINAL

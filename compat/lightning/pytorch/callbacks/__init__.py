@@ -33,7 +33,7 @@ ModelPruning, = placeholders(
 )
 SpikeDetection, TrainingSpikeException = placeholders(
     __name__, "SpikeDetection TrainingSpikeException",
-    "Pass the callback legato.lab.SpikeWatch to Trainer. It names the samples of a spike and can leave out its update.",
+    "Pass the callback legato.lab.SpikeWatch to Trainer. It reports a spike's samples and can skip the update.",
 )
 __getattr__ = inner_name(__name__)
 alias_below(__name__, """

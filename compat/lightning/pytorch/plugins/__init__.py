@@ -18,11 +18,11 @@ from legato.compat.lightning.inner import alias_below, inner_name, placeholders
 
 AsyncCheckpointIO, = placeholders(
     __name__, "AsyncCheckpointIO",
-    "Pass Legato's Checkpoint(asynchronous=True), which writes in the background, to callbacks.",
+    "To write checkpoints in the background, pass callbacks=[legato.callbacks.Checkpoint(asynchronous=True)].",
 )
 BitsandbytesPrecision, = placeholders(
     __name__, "BitsandbytesPrecision",
-    "Use the layers of bitsandbytes in configure_model of the module.",
+    "Use bitsandbytes layers in the module's configure_model.",
 )
 DeepSpeedPrecision, = placeholders(
     __name__, "DeepSpeedPrecision",

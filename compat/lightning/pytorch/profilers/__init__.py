@@ -13,7 +13,7 @@ AdvancedProfiler, = placeholders(
 )
 XLAProfiler, = placeholders(
     __name__, "XLAProfiler",
-    "Legato runs on CPU, CUDA and MPS devices, not on XLA. profiler='pytorch' records a trace of these devices.",
+    "Legato runs on CPU, CUDA and MPS devices, not on XLA. profiler='pytorch' records a trace on these devices.",
 )
 ScheduleWrapper, = placeholders(
     __name__, "ScheduleWrapper",
