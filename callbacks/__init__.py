@@ -1,4 +1,4 @@
-"""Callbacks: `callback.py` defines the base class with all hooks; each other module defines a kind of callback."""
+"""Callbacks: `callback.py` defines the base class with all hooks; every other module defines a kind of callback."""
 
 from typing import TYPE_CHECKING
 

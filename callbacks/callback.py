@@ -110,13 +110,13 @@ class Callback:
         """Called after the sanity check."""
 
     def on_train_start(self, trainer: "Trainer", task: "Task") -> None:
-        """Called before the first epoch, or before the epoch that a resume continues."""
+        """Called before the first epoch or, in a resumed run, before the epoch in which the run continues."""
 
     def on_train_end(self, trainer: "Trainer", task: "Task") -> None:
         """Called after the last epoch."""
 
     def on_train_epoch_start(self, trainer: "Trainer", task: "Task") -> None:
-        """Called when an epoch starts or when a resume continues it."""
+        """Called when an epoch starts, or when a resumed run continues it."""
 
     def on_train_epoch_end(self, trainer: "Trainer", task: "Task") -> None:
         """Called after an epoch; its metrics are in `trainer.callback_metrics`."""

@@ -58,7 +58,7 @@ def checkpoint_name(template: str, values: Mapping[str, Any]) -> str:
 
 
 class Checkpoint(CheckpointCallback):
-    """Saves checkpoints to `checkpoints/step-00001200` in the run directory.
+    """Saves checkpoints to folders such as `checkpoints/step-00001200` in the run directory.
 
     It keeps the `save_top_k` best checkpoints by `monitor` and, with `save_last`, the newest one. By default, it saves
     once per epoch: after validation if validation logs the monitored metric, otherwise at the end of the training
@@ -74,10 +74,10 @@ class Checkpoint(CheckpointCallback):
             `every_n_epochs` and `train_time_interval`.
         every_n_epochs: Save every n epochs; 0 disables it.
         train_time_interval: Time between saves, as a timedelta or a number of minutes.
-        dirpath: Folder to save to instead of the run directory; a local path or an address such as s3://bucket/run.
+        dirpath: Folder to save to instead of the run directory; a local path or a URL such as s3://bucket/run.
             `resume="auto"` finds this run's checkpoints there.
         save_on_train_epoch_end: Save at the end of the training epoch (True) or after validation (False).
-        save_weights_only: Save only the weights, without the other state that a resume needs.
+        save_weights_only: Save only the weights, without the other state needed to resume the run.
         asynchronous: Write in the background. The previous checkpoint is deleted when the next save begins.
         share_frozen: Store frozen weights once, in `base/` beside the checkpoints, so that checkpoints contain only
             trained weights. A frozen weight that changes is stored again. None (default): True if more than half of
@@ -141,7 +141,7 @@ class Checkpoint(CheckpointCallback):
     # --- kept checkpoints -------------------------------------------------------------------------------------------
     @property
     def is_elsewhere(self) -> bool:
-        """Whether checkpoints go to `dirpath` instead of the run directory."""
+        """Whether checkpoints are saved in `dirpath` instead of the run directory."""
         return self._given_dirpath is not None
 
     @property
@@ -156,7 +156,7 @@ class Checkpoint(CheckpointCallback):
 
     @property
     def best_model_path(self) -> str:
-        """Path of the checkpoint with the best monitored value or, without `monitor`, of the newest one. May be ""."""
+        """Path of the checkpoint with the best monitored value or, without `monitor`, of the newest one, or ""."""
         return self.path(next(iter(self.index.best(self.save_top_k)), None))
 
     @property
@@ -302,11 +302,11 @@ class Checkpoint(CheckpointCallback):
         if idle and trainer.is_global_zero:
             log.warning(
                 "Checkpoint: no checkpoint was saved by step %d. With save_last=False, a checkpoint requires a value "
-                "of %r, but no validation ran at the steps to save. Set val_check_interval to match these steps.",
+                "of %r, but no validation ran at the steps to be saved. Set val_check_interval to match these steps.",
                 trainer.global_step, self.monitor,
             )  # fmt: skip
         if not trainer.state.epoch_ended:
-            return  # stopped within the epoch; a resume continues it
+            return  # stopped within the epoch, which continues after a resume
         here = self.save_on_train_epoch_end
         trained = self._metric is not None and self._metric.is_from_training(trainer)
         if here is None:
@@ -349,7 +349,7 @@ class Checkpoint(CheckpointCallback):
     # --- saving -----------------------------------------------------------------------------------------------------
     @property
     def _newest_step(self) -> int:
-        """Step of the newest checkpoint. If there is none, this is 0, which is never saved."""
+        """Step of the newest checkpoint, or 0 if there is none. Step 0 is never saved."""
         return next((entry.step for entry in reversed(self.index.checkpoints.values())), 0)
 
     def save(self, trainer: "Trainer", always: bool = False) -> None:

@@ -32,7 +32,7 @@ class CheckpointCallback(MonitoringCallback):
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether checkpoints go to a folder outside the run directory."""
+        """Whether checkpoints are saved in a folder outside the run directory."""
         return False
 
     def find_folder(self, trainer: "Trainer") -> None:

@@ -26,8 +26,8 @@ def multiplicative(epoch: int) -> float:
 class BaseFinetuning(Callback):
     """Base class of callbacks that freeze modules before training and unfreeze them at the beginning of epochs.
 
-    Override `freeze_before_training` and `finetune_function`. A resume restores which parameters are trained and the
-    parameter groups that were added to optimizers.
+    Override `freeze_before_training` and `finetune_function`. When a run is resumed, the set of trained parameters and
+    the parameter groups that were added to optimizers are restored.
     """
 
     def __init__(self) -> None:
@@ -160,7 +160,7 @@ class BaseFinetuning(Callback):
         """Call `finetune_function` once per epoch."""
         # a second call would add the same parameters to the optimizer again
         if trainer.current_epoch <= self._newest_epoch:
-            return  # a resume continues the epoch
+            return  # the resumed run continues the epoch
         self._newest_epoch = trainer.current_epoch
         for optimizer in trainer.optimizers:
             self.finetune_function(task, trainer.current_epoch, optimizer)

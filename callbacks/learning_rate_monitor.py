@@ -63,7 +63,7 @@ class LearningRateMonitor(Callback):
         self._logged_step, self._rates_of_step = -1, None
 
     def on_train_epoch_start(self, trainer: "Trainer", task: "Task") -> None:
-        """Log the epoch's rates, unless a resume continues the epoch."""
+        """Log the epoch's rates, unless the run was resumed in the middle of the epoch."""
         self._logged_step, self._rates_of_step = -1, None
         if trainer.state.epoch_steps == 0:
             self._log(trainer, trainer.global_step, self._rates(trainer, "epoch"))
@@ -73,7 +73,7 @@ class LearningRateMonitor(Callback):
             trainer.current_run.write(step, values)
 
     def _rates(self, trainer: "Trainer", interval: str) -> dict[str, float]:
-        """Return the rates to log at an interval ("step" or "epoch"), by name. Only rank 0 has any."""
+        """Return the rates to log at an interval ("step" or "epoch"), by name. The result is empty except on rank 0."""
         values: dict[str, float] = {}
         if not trainer.loggers or not trainer.is_global_zero or self.logging_interval not in (None, interval):
             return values

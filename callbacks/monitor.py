@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class Monitor:
-    """Reads a metric in `trainer.callback_metrics` and compares its values.
+    """Reads a metric from `trainer.callback_metrics` and compares its values.
 
     The monitor also detects whether training or validation logs the metric: if the value changes during a validation,
     validation logs it. The values are equal on all ranks, so all ranks make the same decisions.
@@ -74,7 +74,7 @@ class Monitor:
         return self._validated or not sum(trainer.num_val_batches)
 
     def lacks_validation(self, trainer: "Trainer") -> str | None:
-        """Return why the run will end before validation logs a value, or None if it will not.
+        """Return why the run will end before validation logs a value, or None if validation will log one in time.
 
         Call this method before the first step.
         """

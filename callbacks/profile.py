@@ -60,7 +60,7 @@ class Profile(Callback):
         self._profiler.start()
 
     def on_step_end(self, trainer: "Trainer", task: "Task") -> None:
-        """Count a step, even one without a batch on this process."""
+        """Count a step, even if this process has no batch in it."""
         if self._profiler is not None:
             self._profiler.step()
 

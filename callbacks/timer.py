@@ -59,5 +59,5 @@ class Timer(Callback):
         trainer.should_stop = True
         if self.verbose and trainer.is_global_zero:
             log.info(
-                "Timer: %s have passed, stopping at step %d.", timedelta(seconds=self.duration), trainer.global_step
+                "Timer: %s have passed. Stopping at step %d.", timedelta(seconds=self.duration), trainer.global_step
             )

@@ -16,7 +16,7 @@ class WeightAveraging(Callback):
     """Averages the weights over all optimizer steps, or over those that `should_update` selects.
 
     Validation, test and prediction use the averages, and `fit` leaves the averages in the task. A checkpoint stores the
-    trained weights as the model and the averages as this callback's state, and a resume restores both. Everything else
+    trained weights as the model and the averages as this callback's state, and resuming restores both. Everything else
     that reads weights from the checkpoint (`load_from_checkpoint`, an evaluation, `legato export`) uses the averages.
     With `save_weights_only`, the checkpoint stores the averages as the model. Averages are float32 or wider.
 

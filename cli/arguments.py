@@ -55,10 +55,10 @@ def add_arguments(parser: ArgumentParser, name: str) -> None:
         add("--random", type=int, metavar="N", help="run N trials with random values")
         add("--optuna", type=int, metavar="N", help="run N trials with values that Optuna chooses")
         add("--jobs", type=int, default=1, metavar="N", help="parallel trials, each on its own GPUs (default: 1)")
-        add("--metric", metavar="NAME", help="metric that ranks trials (default: the one a callback monitors)")
+        add("--metric", metavar="NAME", help="metric to rank trials by (default: the one that a callback monitors)")
         add("--mode", choices=("min", "max"), help="whether smaller or larger values are better")
     elif name == "plan":
-        add("--memory", metavar="SIZE", help="check whether the run fits in this device memory, such as 80GB")
+        add("--memory", metavar="SIZE", help="check whether the run fits in this much device memory, such as 80GB")
     elif name == "samples":
         add("--show", action="store_true", help="also load and print the batches")
         add("--blame", action="store_true", help="print the loss and gradient norm of each sample, sorted")

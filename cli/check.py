@@ -240,7 +240,7 @@ def attempt(
 def trial_of(config: "Config", original: "ConfiguredRun", name: str, folder: Path) -> "ConfiguredRun":
     """Build a config's objects for a run of a few steps in `folder`, with validation after each step.
 
-    Each replica takes one batch of each evaluation loader.
+    Each replica uses one batch from each evaluation loader.
     """
     trainer, values = original.trainer, dict(config.values["trainer"])
     place = find_place(trainer.cluster)
@@ -294,7 +294,7 @@ def describe_error(error: Exception) -> str:
 
 # --- findings in the records ------------------------------------------------------------------------------------------
 def check_gradients(run: "ConfiguredRun", report: Report) -> None:
-    """Report parameters that got no gradient on any rank. This is a problem unless the strategy accepts them."""
+    """Report parameters that received no gradient on any rank. This is a problem unless the strategy accepts them."""
     missing = [set(record.without_gradient) for record in report.records if record.without_gradient is not None]
     if "fit" in report.tried and missing and (names := sorted(set.intersection(*missing))):
         findings = report.remarks if run.trainer.strategy.finds_unused else report.problems
@@ -305,7 +305,7 @@ def check_gradients(run: "ConfiguredRun", report: Report) -> None:
 
 
 def check_monitors(run: "ConfiguredRun", report: Report) -> None:
-    """Report monitored metrics that nothing logs, or that would only be logged after the end of the run."""
+    """Report monitored metrics that nothing logs, or that would be logged only after the run ends."""
     record, trainer = next((record for record in report.records if record.logged is not None), None), run.trainer
     if record is None or record.logged is None:
         return

@@ -56,7 +56,7 @@ def run_export(arguments: Namespace) -> None:
 
 
 def path_of(word: str) -> Location:
-    """Return the location of a checkpoint or run directory. `word` may be a path, an address or a run name."""
+    """Return the location of a checkpoint or run directory. `word` may be a path, a URL or a run name."""
     path = to_location(word)
     if isinstance(path, Address):
         return path
@@ -131,7 +131,7 @@ def export_model(source: Location, partial: Path, words: Sequence[str]) -> None:
         try:
             write(task, arguments, options, shapes, partial)
         except ImportError as error:
-            raise ConfigError(f"{partial.suffix} needs {error.name}: pip install 'legato[onnx]'.") from error
+            raise ConfigError(f"Export to {partial.suffix} needs {error.name}: pip install 'legato[onnx]'.") from error
         except Exception as error:  # the exporters raise many exception types
             lines = [line for line in str(error).splitlines() if line.strip()]
             reason = f"{type(error).__name__}: {lines[0] if lines else ''}"
@@ -140,7 +140,7 @@ def export_model(source: Location, partial: Path, words: Sequence[str]) -> None:
 
 
 def trained_task(source: Location, words: Sequence[str], check: Callable[[Any], None] = lambda task: None) -> Any:
-    """Return the task in evaluation mode with a checkpoint's weights. Call `check(task)` before reading the weights."""
+    """Return the task in evaluation mode with a checkpoint's weights. `check(task)` is called before they are read."""
     checkpoint = find.resolve(source)
     files = [word for word in words if word.endswith((".yaml", ".yml"))]
     run = checkpoint.parent.parent
@@ -176,7 +176,7 @@ def example_input(task: Task) -> tuple[tuple[Any, ...], dict[str, Any]]:
     positional = () if named else tuple(example) if isinstance(example, tuple) else (example,)
     if {tensor.shape[0] for tensor in tensors_in(example) if tensor.dim()} == {1}:
         # torch.export treats a size of 1 as constant
-        raise TaskError("example_input_array has one sample, so the export would require one. Use two samples.")
+        raise TaskError("example_input_array has one sample, so the exported model would accept only one. Use two.")
     try:
         inspect.signature(task.forward).bind(*positional, **named)
     except TypeError as error:

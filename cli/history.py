@@ -23,7 +23,7 @@ REPLACED = (
 
 
 class ConfigHistory(StudiedRun):
-    """A run of `legato fit`. A resume may change the config, so each step uses the config in effect at that step.
+    """A run of `legato fit`. Each step uses the config in effect at that step, since resuming may change the config.
 
     Args:
         overrides: Overrides applied to the config of every step.
@@ -51,14 +51,14 @@ class ConfigHistory(StudiedRun):
     def make(self, first: int, last: int, processes: int = 1) -> partial[list[Any]]:
         """Return a function that builds the trainer, task and data for replaying steps `first` to `last`.
 
-        Raises ConfigError if a resume between these steps changed the config.
+        Raises ConfigError if the config was changed by a resume between these steps.
         """
         record, config = self.before(first), self.config_of(first)
         begun = record.step if record else 0
         for changed in (int(start.get("step", 0)) for _, start in self.starts):
             if begun < changed < last and self._deciding(changed) != self._deciding(changed + 1):
                 raise ConfigError(
-                    f"A resume changed the config after step {changed}. Replay up to that step (until={changed}). "
+                    f"The config changed after step {changed}. Replay up to that step (until={changed}). "
                     f"Replay later steps separately, from a checkpoint at or after that step."
                 )
         trainer = dict(config.values["trainer"])

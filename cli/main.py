@@ -40,7 +40,7 @@ GROUPS = {
         "validate": Command(".run:run_validate", "Evaluate the task on its validation data."),
         "test": Command(".run:run_test", "Evaluate the task on its test data."),
         "predict": Command(".run:run_predict", "Write the task's predictions for its prediction data."),
-        "sweep": Command(".sweep:run_sweep", "Run a config with many values. The same command continues a sweep."),
+        "sweep": Command(".sweep:run_sweep", "Run a config with many values. Repeat the command to continue."),
     },
     "configs": {
         "config": Command(".run:run_config", "Print the resolved config with the origin of each value."),
@@ -185,7 +185,7 @@ def _dispatch(words: Sequence[str]) -> int:
 def _open_standard_files() -> None:
     """Open the standard streams that were closed when the program started.
 
-    Otherwise, the next files opened would reuse the streams' descriptors, and library output would go to these files.
+    Otherwise, the next files opened would reuse the streams' descriptors and receive the output of libraries.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:

@@ -189,7 +189,7 @@ class Plan:
         self.values = config.values["trainer"]
         if not self.values["use_distributed_sampler"]:
             raise ConfigError(
-                "legato plan cannot count steps if use_distributed_sampler=False, since the loaders define the shares."
+                "legato plan cannot count steps if use_distributed_sampler=False: the loaders already shard the data."
             )
         self.run = run = UnstartedRun(config)
         self.replicas: int = self.values["replicas"] or run.parts.batches

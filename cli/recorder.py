@@ -35,7 +35,7 @@ class Record:
     seconds: list[float] = field(default_factory=list)
     """Duration of each step in seconds, including data loading."""
     without_gradient: list[str] | None = None
-    """Trainable parameters that got no gradient in any step."""
+    """Trainable parameters that received no gradient in any step."""
     logged: list[str] | None = None
     """Names of all metrics at the end of an epoch, or None if no epoch has ended."""
     validated: list[str] = field(default_factory=list)
@@ -59,7 +59,7 @@ class Record:
 class Recorder(MonitoringCallback):
     """Records the first steps of fit, and then ends the run. The record is saved in the run directory after each step.
 
-    Each rank writes its own file, since a collective would fail if any rank has failed.
+    Each rank writes its own file, since a collective fails if any rank has failed.
     """
 
     def __init__(self, name: str) -> None:
@@ -77,7 +77,7 @@ class Recorder(MonitoringCallback):
         self.record.origin = place.origin
 
     def on_fit_start(self, trainer: "Trainer", task: "Task") -> None:
-        """Watch which parameters get gradients, with hooks that run before the reduction over ranks."""
+        """Record which parameters receive gradients, using hooks that run before the reduction over ranks."""
         self.record.bits = bits_of(trainer)
         # with hooks on tensors, since every parameter has a gradient after the reduction, possibly zero
         trained = set(map(id, trainable(task)))
@@ -170,7 +170,7 @@ def layout_of(records: list[Record]) -> str:
 
 
 def bits_of(trainer: "Trainer") -> str:
-    """Describe the versions and settings that affect the bits of a result, and how a resume reacts to changes."""
+    """Describe the versions and settings that affect a result's bits, and the effect of changes on a resume."""
     numerics, is_bitwise = trainer.current_run.numerics, trainer.reproducible == "bitwise"
     names = [name for name in versions() if name not in NOT_REFUSED and numerics[name]]
     kernels = [str(numerics[name]) for name in ("cpu_capability", "device", "precision")]

@@ -167,7 +167,7 @@ def last_line(trainer: "Trainer") -> str:
 
 
 def summary(trainer: "Trainer") -> str:
-    """Return the final metrics, the run directory, the best checkpoint and the command to view them."""
+    """Return the final metrics, the run directory, the best checkpoint and the command to view the run."""
     metrics = {name: f"{float(value):.6g}" for name, value in sorted(trainer.callback_metrics.items())}
     rows = [("Metric", "Final value"), *metrics.items()] if metrics else []
     saved = trainer.checkpoint_callback

@@ -1,4 +1,7 @@
-"""`legato samples RUN step=N [replica=R] [--show] [--blame]`, or `RUN index=N [until=N]`."""
+"""`legato samples RUN step=N [replica=R] [--show] [--blame]`: lists the samples of a step.
+
+`legato samples RUN index=N [until=N]` lists the steps that used a sample.
+"""
 
 from argparse import Namespace
 from pathlib import Path

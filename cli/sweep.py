@@ -308,7 +308,7 @@ class Sweep:
                     self.write()
 
     def next_trial(self) -> Trial | None:
-        """Return the next trial to start, or None if none is left, or if Optuna first needs other results."""
+        """Return the next trial to start. Return None if no trial is left or if Optuna needs other results first."""
         while len(self.trials) < self.count:
             if self.optuna:
                 # results are reported in order, so that Optuna chooses the same values when the command is repeated

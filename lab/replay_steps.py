@@ -198,7 +198,7 @@ def replay_steps(
     # only a watcher may end the replay
     trainer.min_steps = trainer.min_epochs = trainer.max_time = None
     content = next((record.content for record in history.checkpoints if record.content), {})
-    # a resume compares the environment with the checkpoint's; a start from step 0 does not
+    # resuming compares the environment with the checkpoint's; a start from step 0 does not
     environment = {} if source else history.start_of(first)[1].get("environment")
     trainer.callbacks = [*without_recorders(trainer.callbacks), *watchers, SameData(content, environment)]
     # the task adds its callbacks when training starts, after this list was filtered

@@ -60,7 +60,7 @@ class SampleLookup:
         return StepPlace(step, epoch, step - begun - 1, steps)
 
     def steps_in(self, step: int, epoch: int) -> int | None:
-        """Return the number of steps in an epoch with the settings of a step, or None for a stream without a length."""
+        """Return the number of steps in an epoch, given a step's settings, or None for a stream without a length."""
         return steps_of(self.data(step, epoch), epoch)
 
     def data(self, step: int, epoch: int) -> TrainingData:
@@ -81,7 +81,7 @@ class SampleLookup:
         loaded = epoch - epoch % every if every else 0
         if (key := (id(run), loaded, accumulate)) not in self._data:
             record = self.history.near(step)
-            # a resume keeps the run's seed, not the seed in its config
+            # a resumed run keeps its original seed, not the seed in its config
             seed = record.state.seed if record else run.seed
             # all replicas in this process, since samples depend on replicas only
             layout, keyed = Layout(int(start["replicas"]), 1), trainer.reproducible != "off"
@@ -90,7 +90,7 @@ class SampleLookup:
         return self._data[key]
 
     def at(self, step: int) -> StepInput:
-        """Return the sample indices of each replica in a step or, for a stream, the batch numbers. Loads no data.
+        """Return the sample indices of each replica in a step or, for a stream, the batch numbers. This loads no data.
 
         Raises DataError if a sampler returns a different order each time, so that the run's order is unknown.
         """

@@ -1,4 +1,4 @@
-"""ScriptHistory: a run started by a user's script. Legato reruns the script up to fit to recreate the task and data."""
+"""ScriptHistory: a run started by a script. To recreate the task and data, Legato reruns the script up to fit."""
 
 import json
 import logging
@@ -29,7 +29,7 @@ _imported: set[str] = set()
 
 
 class ScriptHistory(StudiedRun):
-    """A run started by a script. A resume may change the command, so each step uses the command that computed it.
+    """A run started by a script. Each step uses the command that computed it, since resuming may change the command.
 
     Args:
         overrides: Trainer arguments that replace the script's, such as "trainer.devices=2".
@@ -201,8 +201,8 @@ def read_setting(word: str) -> tuple[str, Any]:
     key, _, text = word.partition("=")
     if not key.startswith("trainer.") or key.count(".") > 1:
         raise ConfigError(
-            f"{word}: a script started this run and creates its task, data and callbacks, so you can only "
-            f"override trainer.NAME=VALUE."
+            f"{word}: a script started this run and creates its task, data and callbacks, so you can override "
+            f"only Trainer arguments, with trainer.NAME=VALUE."
         )
     if (name := key.removeprefix("trainer.")) not in ARGUMENT_NAMES:
         raise ConfigError(f"{word}: the Trainer has no argument {name!r}.{did_you_mean(name, ARGUMENT_NAMES)}")

@@ -36,13 +36,14 @@ class SpikeWatch(Callback):
     A value is a spike if it is not finite or exceeds median + factor * spread over the last `window` steps. The spread
     is the median absolute deviation, scaled to standard deviations of a normal distribution. Spikes are excluded from
     the median and the spread. Until there are ten previous steps (or `window` steps, if fewer), only non-finite values
-    are spikes. Steps that nan="skip" or the loss scaler of 16-mixed skips are not checked.
+    are spikes. Steps that are skipped by nan="skip" or by the loss scaler of 16-mixed are not checked.
 
-    "warn" reads the values only when the run reads the device anyway, and warns at the next logging point. "skip" reads
-    them in every step and skips the update of a spike. Weights and optimizer states are then left unchanged, but the
-    effects of the forward pass (batch norm statistics, logged values) remain. Each spike is recorded as a line of
-    `spikes.jsonl` in the run directory. To find the sample that caused it, use `legato samples RUN step=N --blame`. To
-    exclude that sample, use `trainer.leave_out_samples`.
+    With "warn", the values are read only when the run reads from the device anyway, and warnings follow at the next
+    logging point. With "skip", the values are read in every step, and the update is skipped if the step is a spike.
+    Weights and optimizer states are then left unchanged, but the effects of the forward pass (batch norm statistics,
+    logged values) remain. Each spike is recorded as a line of `spikes.jsonl` in the run directory. To find the sample
+    that caused the spike, use `legato samples RUN step=N --blame`. To exclude that sample, use
+    `trainer.leave_out_samples`.
 
     Args:
         factor: Number of spreads above the median beyond which a value is a spike.
@@ -96,7 +97,7 @@ class SpikeWatch(Callback):
             self._forget()
             if not task.automatic_optimization:
                 raise ConfigError(
-                    "SpikeWatch checks a step before its update, but under manual optimization training_step updates "
+                    "SpikeWatch checks a step before its update, but under manual optimization, training_step updates "
                     "the weights itself. Check the loss in training_step."
                 )
 
@@ -142,7 +143,7 @@ class SpikeWatch(Callback):
             self._step, self._losses, self._norms = step, [], []
 
     def on_step_end(self, trainer: "Trainer", task: "Task") -> None:
-        """At logging points, when the run reads the device anyway, check the steps since the last logging point."""
+        """At logging points, when values are read from the device anyway, check the steps since the previous point."""
         if trainer.global_step % trainer.log_every_n_steps == 0:
             self._judge(trainer)
 
@@ -151,7 +152,7 @@ class SpikeWatch(Callback):
         self._judge(trainer)
 
     def _judge(self, trainer: "Trainer") -> bool:
-        """Check the steps that are not checked yet, and return whether to skip the update of the newest step."""
+        """Check the steps that have not been checked yet, and return whether to skip the update of the newest step."""
         import torch
 
         unread, self._unread, is_left_out = self._unread, {}, False

@@ -63,7 +63,7 @@ def check_strategy(make: Callable[[], "Strategy | str"], processes: Sequence[int
 
 
 class _Small(Task):
-    """Task with two layers, whose weights differ between ranks, and a buffer that sums the inputs."""
+    """Task with a buffer that sums the inputs, and two layers whose weights differ between ranks."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()

@@ -104,7 +104,7 @@ class Verification:
         place, records = location_of(history.directory), history.checkpoints
         if is_held(history.directory):
             raise ConfigError(
-                f"The run {place} is still in progress and may delete its checkpoints. Verify it after it ends."
+                f"The run {place} is still in progress and may delete its checkpoints. Verify the run after it ends."
             )
         if not records:
             raise ConfigError(
@@ -142,7 +142,7 @@ class Verification:
         return f"{drawn}: {counted(steps, 'step')}, {seconds}, {format_bytes(max(sizes))} of disk"
 
     def compute(self, directory: Path) -> Iterator[Segment]:
-        """Recompute and yield each segment. Temporary files go to a subfolder of `directory`."""
+        """Recompute and yield each segment. Temporary files are written to a subfolder of `directory`."""
         for segment in self.segments:
             # other commands do not mistake a folder with the replay suffix for a run
             with TemporaryDirectory(prefix=REPLAY, dir=directory) as folder:
@@ -253,7 +253,7 @@ class Verification:
 def processes_for(start: Mapping[str, Any]) -> int:
     """Return the number of processes that recompute a start's steps.
 
-    If results must not depend on this number, it differs from the run's if possible.
+    If results must be bitwise identical, a number other than the run's is chosen where possible.
     """
     before, replicas = int(start.get("processes") or 1), int(start.get("replicas") or 1)
     here = torch.accelerator.device_count() if torch.accelerator.is_available() else os.cpu_count() or 1

@@ -1,4 +1,4 @@
-"""Callbacks for replays. They report, save or debug a step, or stop after it."""
+"""Callbacks for replays, which report, save or debug a step, or stop the replay after it."""
 
 import json
 import logging

@@ -1,4 +1,4 @@
-"""Loggers: `logger.py` defines the base class; each other module defines one implementation."""
+"""Loggers: `logger.py` defines the base class; every other module defines an implementation."""
 
 from typing import TYPE_CHECKING
 

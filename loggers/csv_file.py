@@ -18,7 +18,7 @@ class CSVLogger(Logger):
 
     * Each row reaches the operating system before the call returns, so no row is lost if the process is killed.
     * Columns are sorted by name. When a new metric adds a column, the file is replaced atomically.
-    * A resume removes the rows of steps after the checkpoint and writes no value twice.
+    * When a run is resumed, the rows for steps after the checkpoint are removed, and no value is written twice.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class CSVLogger(Logger):
         self._recorded: set[str] = set()
 
     def open(self, run_dir: Path, resume_step: int | None) -> None:
-        """Read the file, and remove the rows of steps after `resume_step`."""
+        """Read the file, and remove the rows for steps after `resume_step`."""
         super().open(run_dir, resume_step)
         self._path = Path(run_dir, METRICS_FILE)
         self._path.parent.mkdir(parents=True, exist_ok=True)

@@ -27,7 +27,7 @@ class JSONLinesLogger(Logger):
     * Strict JSON has no NaN, so non-finite values become the strings "NaN", "Infinity" and "-Infinity", which
       `float()` parses.
     * A metric named "step" or "time" is written as "step_" or "time_".
-    * A resume removes lines of steps after the checkpoint and lines truncated by a power failure.
+    * When a run is resumed, lines for steps after the checkpoint and lines truncated by a power failure are removed.
 
     Args:
         path: Local path of the file. None: `metrics.jsonl` in the run directory.
@@ -39,7 +39,7 @@ class JSONLinesLogger(Logger):
         super().__init__()
         require_local(path, "JSONLinesLogger's path")
         self.path = None if path is None else Path(os.path.abspath(path))
-        """Path of the file. Before `open`, None if the file goes to the run directory."""
+        """Path of the file. Before `open`, None if the file is to be in the run directory."""
         self._in_run_dir = path is None
         # the last line of the file, which has no newline yet, and its offset in bytes
         self._line: dict[str, Any] = {}
@@ -48,7 +48,7 @@ class JSONLinesLogger(Logger):
         self._recorded: set[str] = set()
 
     def open(self, run_dir: Path, resume_step: int | None) -> None:
-        """Open the file, and remove the lines of steps after `resume_step`."""
+        """Open the file, and remove the lines for steps after `resume_step`."""
         super().open(run_dir, resume_step)
         if self._in_run_dir:
             self.path = Path(run_dir) / POINTS_FILE
@@ -66,7 +66,7 @@ class JSONLinesLogger(Logger):
             f"{name}_" if name in ("step", "time") else name: _json_value(value) for name, value in metrics.items()
         }
         if step == self._resume_step:
-            # a resume validates again at its checkpoint's step: recorded values stay, and new ones are added
+            # a resumed run validates again at its checkpoint's step: recorded values stay, and new ones are added
             values = {name: value for name, value in values.items() if name not in self._recorded}
             if not values:
                 return

@@ -13,14 +13,14 @@ from .logger import Logger, NoExperiment
 
 DATABASE = "mlflow.db"
 ID_FILE = "mlflow-id.txt"
-"""File in the run directory that holds the id of the MLflow run, which a resume continues."""
+"""File in the run directory that holds the id of the MLflow run to continue after a resume."""
 
 
 class MLFlowLogger(Logger):
     """Writes metrics and hyperparameters to an MLflow run.
 
-    A resume continues the same MLflow run and writes no point twice. To log images and artifacts, use `run_id` with
-    `experiment`, the `MlflowClient`.
+    When training is resumed, the same MLflow run continues, and no point is written twice. To log images and artifacts,
+    use `run_id` with `experiment`, the `MlflowClient`.
 
     Args:
         experiment_name: Name of the experiment, which is created if it does not exist.

@@ -37,8 +37,8 @@ INSTEAD = {
 class TensorBoardLogger(Logger):
     """Writes event files with scalars, text and, for the HPARAMS tab, hyperparameters and final metrics.
 
-    Event files go to the run directory, and the x-axis is `global_step`. To log images, histograms and graphs, use
-    `experiment`, which is torch's SummaryWriter.
+    Event files are written to the run directory, and the x-axis is `global_step`. To log images, histograms and graphs,
+    use `experiment`, which is torch's SummaryWriter.
 
     Args:
         own_metrics_last: Show `epoch`, `lr-...`, `throughput/...` and `straggler/...` in a `~run` group below all
@@ -180,7 +180,7 @@ def wait_for_next_name(folder: Path) -> None:
     """Wait up to a second until a new event file's name sorts after those in the folder.
 
     TensorBoard reads files in the order of their names, which consist of the time in seconds, the process id and a
-    counter. Within the same second, 10 sorts before 9. TensorBoard would then read the older file last, and invalidate
+    counter. Within the same second, 10 sorts before 9, so TensorBoard would read the older file last, and invalidate
     newer points.
     """
     seconds = [path.name.split(".")[3] for path in folder.glob("events.out.tfevents.*")]

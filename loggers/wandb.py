@@ -10,16 +10,16 @@ from .hyperparameters import plain
 from .logger import Logger, NoExperiment
 
 ID_FILE = "wandb-id.txt"
-"""File in the run directory that holds the id of the W&B run, which a resume continues."""
+"""File in the run directory that holds the id of the W&B run to continue after a resume."""
 STEP = "trainer/global_step"
 """Name of the x-axis of all metrics."""
 
 
 class WandbLogger(Logger):
-    """Writes metrics against `trainer/global_step` to a Weights & Biases run.
+    """Writes metrics to a Weights & Biases run, with `trainer/global_step` as the x-axis.
 
-    A resume continues the same W&B run and skips steps that W&B already has. To log images, tables and files, use
-    `experiment`, which is the W&B run.
+    When training is resumed, the same W&B run continues, and steps that W&B already has are skipped. To log images,
+    tables and files, use `experiment`, which is the W&B run.
 
     Args:
         experiment: Existing W&B run to write to.
@@ -84,7 +84,7 @@ class WandbLogger(Logger):
 
     def log_hyperparams(self, params: Mapping[str, Any], metrics: Mapping[str, float] | None = None) -> None:
         """Record hyperparameters as the run's config."""
-        # a resume may change values, which W&B rejects without allow_val_change
+        # values may change on a resume, which W&B rejects without allow_val_change
         self.experiment.config.update(plain(params), allow_val_change=True)
 
     def watch(self, model: Any, log: str | None = "gradients", log_freq: int = 100, log_graph: bool = True) -> None:

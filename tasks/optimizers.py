@@ -44,7 +44,7 @@ class SchedulerConfig:
 
 
 def read_optimizers(returned: Any, automatic: bool = True) -> tuple[list[Optimizer], list[SchedulerConfig]]:
-    """Return the optimizers and schedulers in `returned`, a value in any form that Lightning accepts.
+    """Return the optimizers and schedulers in `returned`, which may have any form that Lightning accepts.
 
     Raises TaskError for any other form.
     """

@@ -130,9 +130,9 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
 
         Tensors are stacked along a new first dimension: shape (ranks, ...). If their first dimensions differ between
         ranks, for example because the evaluation data does not divide evenly, the result is a list with one tensor per
-        rank. `torch.cat(list(...))` works for both forms. Under a mesh, ranks that share a batch contribute one tensor.
-        If you call this method in a step, batches must divide evenly among replicas. In `training_step`, each process
-        must also run exactly one replica.
+        rank. `torch.cat(list(...))` works for both forms. Under a mesh, ranks that share a batch contribute a single
+        tensor. If you call this method in a step, batches must divide evenly among replicas. In `training_step`, each
+        process must also run exactly one replica.
 
         Args:
             data: A tensor, a number, or a collection of them.
@@ -183,7 +183,7 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
         return None
 
     def remote_modules(self) -> Mapping[str, Callable[[], nn.Module]]:
-        """Return factories, by attribute name, for modules that are too large to be held by each process.
+        """Return factories, by attribute name, for modules that are too large for each process to hold.
 
         The ddp_rpc strategy places these modules in server processes. Under other strategies, each process builds them.
         """

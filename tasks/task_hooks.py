@@ -26,7 +26,7 @@ class TaskHooks:
         """Called after training ends."""
 
     def on_train_start(self) -> None:
-        """Called before the first epoch, or before the epoch that a resume continues."""
+        """Called before the first epoch or, in a resumed run, before the epoch in which the run continues."""
 
     def on_processes_changed(self) -> None:
         """Called after processes leave or join an elastic run. A process's rank may change. The epoch continues."""
@@ -35,7 +35,7 @@ class TaskHooks:
         """Called after the last epoch."""
 
     def on_train_epoch_start(self) -> None:
-        """Called when an epoch begins or a resume continues it."""
+        """Called when an epoch starts, or when a resumed run continues it."""
 
     def on_train_epoch_end(self) -> None:
         """Called after an epoch; you may still log values."""

@@ -137,7 +137,7 @@ class _Builder(ValueChecker):
         return made
 
     def _config_of(self, value: Any) -> Any:
-        """Return an argument with built objects replaced with their configs."""
+        """Return an argument in which built objects are replaced with their configs."""
         if id(value) in self.made:
             return self.made[id(value)][1]
         if isinstance(value, dict):

@@ -1,8 +1,8 @@
 """Checks a config in two passes: first its keys, without importing torch, and then its values.
 
 KeyChecker finds misspelled keys by comparing them with the source files of the classes. It also finds wrong values in
-`trainer`, `run` and the top level. ValueChecker imports the classes to get the types of their arguments. Each checker
-reports all mistakes in one message.
+`trainer`, in `run` and at the top level. ValueChecker imports the classes to get the types of their arguments. Each
+checker reports all mistakes in one message.
 """
 
 import logging
@@ -159,7 +159,7 @@ def load_config(words: Sequence[str], before_imports: Callable[[Mapping[str, Any
         before_imports: Function to call with the values after keys are checked and before classes are imported. The
             import may be slow.
 
-    Raises ConfigError that lists up to five mistakes: mistakes in keys or, if there are none, in values.
+    Raises ConfigError with a list of up to five mistakes: in keys or, if all keys are correct, in values.
     """
     layer = read_config(words, own_defaults())
     config = check_config(layer, before_imports)
@@ -232,7 +232,7 @@ def own_defaults() -> dict[str, Any]:
 
 # --- keys -------------------------------------------------------------------------------------------------------------
 class KeyChecker:
-    """Finds unknown keys, and wrong values in `trainer`, `run` and the top level, without importing torch."""
+    """Finds unknown keys, and wrong values in `trainer`, in `run` and at the top level, without importing torch."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self.values = values
@@ -265,7 +265,7 @@ class KeyChecker:
                 yield Problem((name,), message + example)
 
     def _addresses(self) -> Iterator[Problem]:
-        """Yield the mistakes in store addresses, including missing packages."""
+        """Yield the mistakes in object-store URLs, including missing packages."""
         places: list[tuple[Key, Any, bool]]
         places = [
             (("resume",), self.values.get("resume"), False),

@@ -264,7 +264,7 @@ def read_config(arguments: Sequence[str], defaults: Mapping[str, Any] = MappingP
     Args:
         defaults: Values to which interpolations may refer if the config does not set them.
 
-    Raises ConfigError, with the place, for an invalid file or override.
+    Raises ConfigError for an invalid file or override. The message states where the mistake is.
     """
     with suppress(OSError):  # the working directory may be gone
         project = project_configs()

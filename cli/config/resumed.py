@@ -30,7 +30,8 @@ def load_to_fit(arguments: Sequence[str], before_imports: Callable[[Mapping[str,
     """Return the config of a new run, as `load_config` does, or of a run to resume.
 
     With `resume=auto`, the overrides among the arguments are applied to the stored config of the resumed run. A warning
-    lists the keys whose values in the files differ from the run's. Raises ConfigError if the task in the files differs.
+    lists the keys whose values in the files differ from the run's. Raises ConfigError if the files specify a different
+    task.
     """
     overrides = overrides_among(arguments)
     # an override may change an entry that only the stored config has; then the files alone are not a valid config

@@ -59,7 +59,7 @@ class RayLauncher(Launcher):
     def start(self, command: str, config: "Config", machines: Machines) -> int:
         """Run the command on the cluster, wait for it, and return its exit code.
 
-        Raises ConfigError if Ray is missing, WorkerError if the cluster is too small or a node fails.
+        Raises ConfigError if Ray is missing, and WorkerError if the cluster is too small or a node fails.
         """
         if self.address is None and machines.nodes > 1:  # Ray would wait forever for more nodes
             raise ConfigError(
@@ -137,7 +137,7 @@ class RayLauncher(Launcher):
 
 
 def _wait(nodes: list[Any], running: dict[Any, int], signals: list[int]) -> int:
-    """Wait for all nodes and return the exit code of the run. After a node fails, stop the others."""
+    """Wait for all nodes and return the exit code of the run. If a node fails, stop the others."""
     import ray
     from ray.exceptions import RayActorError
 

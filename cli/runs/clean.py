@@ -35,7 +35,7 @@ class Deletion:
 
 
 def run_clean(arguments: Namespace) -> None:
-    """List the folders of each kind, ask, and delete them. Raises ConfigError if there is no terminal to ask on."""
+    """List the folders of each kind, ask for confirmation, and delete them. Raises ConfigError if it cannot ask."""
     require_local(arguments.dir, "The folder of runs to clean")
     by_kind = deletions(find_runs(Path(arguments.dir)), arguments.only or list(DELETABLE))
     if not any(by_kind.values()):
@@ -88,7 +88,7 @@ def old_checkpoints(run: RunDirectory) -> list[CheckpointEntry]:
 def confirmed(question: str) -> bool:
     """Ask a question, and return whether the answer is yes. Raises ConfigError if there is no terminal."""
     if not sys.stdin.isatty():
-        raise ConfigError("Legato cannot ask without a terminal. Pass --yes to delete, or --dry-run to list folders.")
+        raise ConfigError("Confirmation requires a terminal. Pass --yes to delete, or --dry-run to list folders.")
     try:
         return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
     except EOFError:

@@ -24,7 +24,7 @@ def shortened(line: str, limit: int | None) -> str:
 
 
 def fitting(text: str) -> str:
-    """Return a text with its lines cut to the terminal's width or, if stdout is not a terminal, unchanged."""
+    """Cut a text's lines to the terminal's width. If stdout is not a terminal, return the text unchanged."""
     limit = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     return "\n".join(shortened(line, limit) for line in text.splitlines())
 
@@ -49,7 +49,7 @@ def evaluated_values(evaluation: "RunDirectory") -> str:
 
 
 def metric_names(names: Iterable[str]) -> list[str]:
-    """Return the names of the metrics, without x-axes such as the step. Metrics of Legato's callbacks are last."""
+    """Return the names of the metrics, without x-axes such as the step. Metrics of Legato's callbacks come last."""
     shown = (name for name in names if name not in ("step", "time", "epoch"))
     return sorted(shown, key=lambda name: name.startswith(("lr-", "throughput/", "device/")))
 

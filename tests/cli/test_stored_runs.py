@@ -350,7 +350,7 @@ def test_clean_deletes_what_it_lists_and_nothing_else(capsys):
     assert left() == before
     assert "runs/failed/version_0  " in text
     assert "can be resumed from step 10" in text
-    assert "Legato cannot ask without a terminal" in capsys.readouterr().err or main(["clean"]) == 2
+    assert "Confirmation requires a terminal" in capsys.readouterr().err or main(["clean"]) == 2
     assert left() == before
     capsys.readouterr()
     said(capsys, "clean", "--yes", "--only", "empty")

@@ -112,7 +112,7 @@ def test_a_run_that_was_resumed_with_another_config_is_replayed_in_parts() -> No
     trained("trainer.max_epochs=2")
     run = trained("resume=auto", "trainer.max_epochs=4", "trainer.gradient_clip_val=0.1")
     done = legato("replay", str(run), "step=9", "until=12", fails=True)
-    assert "A resume changed the config after step 10" in done.stderr
+    assert "The config changed after step 10" in done.stderr
     assert "(until=10)" in done.stderr
     for words in (("step=9", "until=10"), ("step=11", "until=12")):
         assert "bitwise identical" in legato("replay", str(run), *words).stdout

@@ -215,7 +215,7 @@ def test_a_run_that_was_killed_and_resumed_and_one_whose_settings_changed() -> N
     for step in (5, 10, 12):
         shutil.rmtree(run / f"checkpoints/step-000000{step:02}")
     text, certificate = verified(run)
-    assert "Steps 1 to 16 cannot be verified. A resume changed the config after step 10" in text
+    assert "Steps 1 to 16 cannot be verified. The config changed after step 10" in text
     assert [each["to"][-2:] for each in certificate["segments"]] == ["20"]
 
 
