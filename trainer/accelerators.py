@@ -109,7 +109,7 @@ def backend_for(device: torch.device, chosen: str | None = None, shared: bool = 
         if chosen:
             raise ConfigError(
                 f"process_group_backend={chosen} needs one device per process, but trainer.devices assigns one device "
-                f"to several. Omit process_group_backend to use gloo, or list each device once."
+                f"to several processes. Omit process_group_backend to use gloo, or list each device once."
             )
         backend = "gloo"
     # a backend may be registered without kinds of device
@@ -257,7 +257,7 @@ def deterministic_cublas(device_type: str) -> Iterator[None]:
     if workspace is not None and workspace not in _FIXED_WORKSPACES and device_type == "cuda":
         raise ConfigError(
             f"trainer.reproducible=bitwise and trainer.deterministic require {_CUBLAS} to be "
-            f"{' or '.join(_FIXED_WORKSPACES)}, but it is {workspace!r}. Unset it, so that Legato can set it."
+            f"{' or '.join(_FIXED_WORKSPACES)}, but it is {workspace!r}. Unset it, so that Legato can choose the value."
         )
     set_default(_CUBLAS, _FIXED_WORKSPACES[0])
     try:

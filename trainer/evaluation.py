@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def no_gradients(run: "Run") -> AbstractContextManager[Any]:
-    """Return the context manager that disables gradients in an evaluation."""
+    """Return the context manager that disables gradients during an evaluation."""
     # inference mode is faster, but its tensors cannot join an autograd graph, as some strategies require later
     return (
         torch.inference_mode() if run.trainer.inference_mode and run.strategy.allows_inference_mode else torch.no_grad()
@@ -23,7 +23,7 @@ def no_gradients(run: "Run") -> AbstractContextManager[Any]:
 
 
 def calls_of(run: "Run", stage: str) -> tuple[int, Calls, Calls]:
-    """Return how many of (batch, batch_idx, dataloader_idx) the step takes, and the hooks before and after a batch.
+    """Return how many of (batch, batch_idx, dataloader_idx) the step accepts, and the hooks to call around a batch.
 
     A hook may omit `dataloader_idx`.
     """

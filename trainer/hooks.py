@@ -170,7 +170,7 @@ def describe_misnomers(owner: Task | DataModule | Callback) -> Iterator[str]:
 
 
 def signature_of(method: Callable[..., Any]) -> inspect.Signature:
-    """Return a method's signature; for a wrapper of a bound method, that of the bound method, without `self`."""
+    """Return a method's signature; for a wrapper of a bound method, the bound method's signature without `self`."""
     inner = inspect.unwrap(method)
     return signature(inner if inspect.ismethod(inner) else method)
 
@@ -264,7 +264,7 @@ def count_arguments(task: Any, step: str, several_loaders: bool = True) -> int:
 def fitted(hook: Callable[..., Any], count: int, several_loaders: bool) -> Callable[..., Any]:
     """Return `hook` as a function that accepts `count` arguments.
 
-    If the hook accepts one argument less, the last argument, dataloader_idx, is dropped.
+    If the hook accepts one argument fewer, the last argument, dataloader_idx, is dropped.
 
     As in Lightning, a hook with `*args` receives dataloader_idx only if `several_loaders` is true.
     """

@@ -34,7 +34,10 @@ DEBUGGERS = ("bdb.py", "pdb.py", "cmd.py")
 
 @contextmanager
 def begin(trainer: "Trainer", request: Request) -> Iterator[Run]:
-    """Build the requested run, and always close it. Raises the first error, with notes about later errors."""
+    """Set up the requested run, yield it, and always close it.
+
+    Raises the first error, with notes about later errors.
+    """
     if trainer.running:
         raise TaskError(
             f"{request.stage} was called within {trainer.stage} of the same Trainer. Call it after {trainer.stage} "
@@ -67,7 +70,7 @@ def begin(trainer: "Trainer", request: Request) -> Iterator[Run]:
 def named(run: Call, error: BaseException) -> BaseException:
     """Return the error to raise: `error`, or one that explains it.
 
-    For an exit, a debugger or a failed collective, the explanation reports the ranks and the cause.
+    If the process exited, a debugger quit, or a collective failed, the explanation reports the ranks and the cause.
     """
     # a preempted run exits with RESUME_ME on purpose, once its checkpoint is complete
     if type(error) is SystemExit and error.code != RESUME_ME and run.loop.remaining == "steps":

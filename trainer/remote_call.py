@@ -64,9 +64,10 @@ class RunResult:
 
 
 def needs_workers(trainer: "Trainer", request: Request) -> bool:
-    """Return whether this process must start workers: the strategy needs several, and no launcher has started them.
+    """Return whether this process must start workers.
 
-    Also returns True in a launcher's process that serves other processes instead of running the loop.
+    This is necessary if the strategy needs several workers and no launcher has started them. The result is also True in
+    a launcher's process that serves other processes instead of running the loop.
     """
     place = find_place(trainer.cluster)
     if place is not None:

@@ -48,7 +48,10 @@ class Request:
         keep_outputs: bool | None = False,
         **options: Any,
     ) -> "Request":
-        """Create a request. If there is no task, it uses the last run's task with its best weights, as in Lightning."""
+        """Create a request for an evaluation.
+
+        If no task is given, the request uses the last run's task with its best weights, as in Lightning.
+        """
         keep_outputs = keep_outputs is not False  # None, Lightning's default of return_predictions, keeps them
         if task is not None:
             return cls.of(stage, task, datamodule, loader, keep_outputs=keep_outputs, **options)

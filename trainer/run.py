@@ -144,12 +144,12 @@ class Call:
 
     @property
     def keyed(self) -> bool:
-        """Whether loading a batch and its forward pass draw keyed random numbers."""
+        """Whether keyed random numbers are used to load a batch and to run its forward pass."""
         return self.trainer.reproducible != "off"
 
     @property
     def members_change(self) -> bool:
-        """Whether processes may leave and join during this call."""
+        """Whether processes may join and leave during this call."""
         return self.strategy.elastic and self.stage == "fit"
 
     @property
@@ -201,7 +201,7 @@ class Call:
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Run(Call):
-    """All parts of a call. Mutable state is in `loop`, `state` and `data` only."""
+    """All parts of one call. Only `loop`, `state` and `data` contain mutable state."""
 
     is_complete: ClassVar[bool] = True
     optimization: Optimization
@@ -232,7 +232,7 @@ class Run(Call):
         """Return a batch on its device, and attribute the next logged values and random numbers to its replica.
 
         Args:
-            again: whether the step repeats this batch, with the random numbers of its first pass.
+            again: whether the step runs this batch again, with the random numbers of the first pass.
         """
         (self.metrics.return_to_batch if again else self.metrics.open_batch)(item.replica, item.samples)
         # Loading the batch may have left the generators keyed for its first forward pass. A repeat does not load the
@@ -242,7 +242,7 @@ class Run(Call):
         return item.batch if self.transfer is None else self.transfer(item.batch, 0)
 
     def leaves_epoch(self, batch: Any, batch_idx: int) -> bool:
-        """Call on_train_batch_start. Return True if a hook returned -1, which skips the rest of the epoch."""
+        """Call on_train_batch_start. Return True if a hook returned -1 to skip the rest of the epoch."""
         self.loop.epoch_skipped = False
         for hook in self.hooks["on_train_batch_start"]:
             if hook(batch, batch_idx) == -1:
@@ -342,7 +342,7 @@ class Run(Call):
         seed_generators(hook_key(state.seed, hook, state.global_step, state.epoch))
 
     def start_training(self) -> None:
-        """Begin or resume training. If there is no batch, end the fit without calling the training hooks."""
+        """Begin or resume training. If there are no batches, end the fit without calling the training hooks."""
         self.loop.doing = "train"
         if self.training_data.rounds == 0:
             self.end_fit()
@@ -429,7 +429,7 @@ class Run(Call):
             )  # fmt: skip
 
     def show_step(self) -> None:
-        """Publish the latest step's values unless they have been published. All ranks must call this."""
+        """Publish the latest step's values unless they have already been published. All ranks must call this."""
         # a logged step is published already
         if self.state.logged_at != self.state.global_step:
             self.trainer.publish(self.metrics.newest_values(), write=False)
@@ -473,7 +473,7 @@ class Run(Call):
         self.agree_on_stop()
 
     def end_epoch_here(self, samples: dict[str, Any] | None) -> None:
-        """Skip the rest of a resumed epoch, because different settings (`samples`) assigned its batches."""
+        """Skip the rest of a resumed epoch, because its batches were assigned with different settings (`samples`)."""
         self.loop.epoch_skipped, self.loop.samples_of_epoch = True, samples
 
     def steps_left(self) -> Iterator[StepInput]:

@@ -94,7 +94,7 @@ class Schedule:
                 self.step_by_epoch()
 
     def step_by_epoch(self) -> None:
-        """Step the epoch-interval schedulers without a metric once per epoch, at the last step if that is known.
+        """Step the epoch-interval schedulers that need no metric once per epoch, at the last step if it is known.
 
         This precedes the validation that ends the epoch, so that a checkpoint saved there has the next learning rates.
         """

@@ -39,7 +39,7 @@ def of_attribute(path: str) -> Switch:
 
 
 def of_precision(name: str) -> Switch:
-    """Return the switch for a backend's float32 precision. It reads "none" as "ieee": both mean the same in torch."""
+    """Return the switch for a backend's float32 precision. The switch reads "none" as "ieee", its synonym in torch."""
     plain = of_attribute(f"{name}.fp32_precision")
     return Switch(lambda: {"none": "ieee"}.get(value := plain.read(), value), plain.write)
 

@@ -1,4 +1,4 @@
-"""Trainer: how training works, top to bottom.
+"""Trainer: how training works, from top to bottom.
 
 `fit` is the training loop, `train_step` one optimizer step, `evaluate` one pass over evaluation loaders.
 `lifecycle.begin` sets up everything that these methods use. `view.TrainerView` has the read-only properties.
@@ -61,8 +61,9 @@ class Trainer(TrainerView):  # noqa: D101 - arguments and docstring come from Tr
     ) -> None:
         """Train a task.
 
-        `resume="auto"` continues from the newest complete checkpoint with this run name, if there is one, in the same
-        run directory. A path starts a new run directory from that checkpoint. Lightning calls this `ckpt_path`.
+        `resume="auto"` continues the run with this name from its newest complete checkpoint, if there is one, in the
+        same run directory. If `resume` is a path, training starts from that checkpoint in a new run directory.
+        Lightning calls this argument `ckpt_path`.
         """
         request = Request.of("fit", model, datamodule, source=resume or ckpt_path)
         request.take_loaders(train=train_dataloaders, validation=val_dataloaders)

@@ -270,7 +270,7 @@ def test_more_processes_than_replicas():
 
 def test_a_validation_that_would_never_come(refused):
     message = refused(ConfigError, Validated(), make_loader(), make_loader(), val_check_interval=6)
-    assert "6 batches is more than the 5 batches of an epoch" in message
+    assert "6 batches is more than the 5 batches in an epoch" in message
 
 
 def test_a_fraction_of_an_epoch_of_unknown_length(refused):

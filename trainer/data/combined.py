@@ -246,7 +246,7 @@ class CombinedPart(MapLoader):
         """Return the order of a combined epoch; each position is one batch of this loader."""
 
         def place(position: int) -> tuple[int, range]:
-            """Return a batch's pass, numbered as an epoch of this loader, and the batch's positions in that pass."""
+            """Return a batch's pass, numbered like this loader's epochs, and the batch's positions in that pass."""
             number, batch = divmod(position, self.count)
             return epoch * self.passes + number, self.deal.span(*divmod(batch, self.deal.replicas))
 
@@ -335,8 +335,8 @@ class CombinedSource:
 def is_dealable_by_batch(loader: Any) -> bool:
     """Return whether `loader` is a CombinedLoader of plain DataLoaders that all have a length.
 
-    False for the modes "max_size" and "sequential", in which a position does not determine the batch of each loader;
-    such a CombinedLoader is read as a stream.
+    False for the modes "max_size" and "sequential", in which a position does not determine each loader's batch; such a
+    CombinedLoader is read as a stream.
     """
     return (
         isinstance(loader, CombinedLoader)

@@ -132,7 +132,7 @@ class DealtData:
         return changed
 
     def steps(self, order: EpochOrder, deal: Deal, start_step: int, batches: Iterator[Any]) -> Iterator[StepInput]:
-        """Yield the steps of an epoch from `start_step` on, and take their batches from `batches` in order."""
+        """Yield the steps of an epoch from `start_step` on, taking their batches from `batches` in order."""
         replicas, leaders, last = self.dealing.replicas, self.dealing.leaders, deal.steps - 1
         for step in range(start_step, last + 1):
             unmasked, masked = list[ReplicaBatch](), list[ReplicaBatch]()
@@ -251,7 +251,7 @@ class EvaluationData:
         """Yield this process's batches of every loader.
 
         Args:
-            limit: batches per loader, over all replicas.
+            limit: maximum number of batches per loader, over all replicas.
         """
         for index, source in enumerate(self.sources):
             if isinstance(source, StreamData) and self.ranks.size > 1:
@@ -314,7 +314,7 @@ class EvaluationData:
         return [inf if count is None else -(-count // replicas) for count, replicas in self._dealt()]
 
     def _dealt(self) -> Iterator[tuple[int | None, int]]:
-        """Yield the number of batches of each loader, and the number of replicas that share them."""
+        """Yield, for each loader, its number of batches and the number of replicas that share them."""
         return zip(self.counts, (source.dealing.layout.replicas for source in self.sources), strict=True)
 
 

@@ -1,4 +1,4 @@
-"""Map-style DataLoaders: their order, a copy that loads this process's batches, and clear worker errors."""
+"""Map-style DataLoaders: their order, copies that load this process's batches, and clearer errors from workers."""
 
 import logging
 import warnings
@@ -59,7 +59,8 @@ def iterate_loader(batches: Iterator[Any], loader: Any = None, length: float = 0
     """Yield the batches of an iterator, which must have at least `length` batches.
 
     If the iterator raises, this function stops its non-persistent workers. torch would stop them only when the last
-    reference to the iterator is dropped, but the worker's error holds a reference in a cycle.
+    reference to the iterator is dropped, but the worker's error belongs to a reference cycle that keeps the iterator
+    alive.
 
     Raises DataError if there are fewer batches, because torch treats a StopIteration from a dataset or a collate_fn as
     the end of the data.
@@ -76,8 +77,8 @@ def iterate_loader(batches: Iterator[Any], loader: Any = None, length: float = 0
         if count < length:
             raise DataError(
                 f"The dataset {type(loader.dataset).__name__} or the collate_fn of its loader raised StopIteration in "
-                f"batch {count + 1}, which looks like the end of the data. An iterator that it reads from is "
-                f"exhausted. Recreate this iterator, or raise IndexError."
+                f"batch {count + 1}, which looks like the end of the data. An iterator used there is exhausted. "
+                f"Recreate this iterator, or raise IndexError."
             ) from error
     except Exception:
         end_loader_workers(batches)

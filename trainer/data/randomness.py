@@ -72,7 +72,7 @@ def set_generators(states: tuple[Any, Any, torch.Tensor, list[torch.Tensor]]) ->
 
 
 def same_states(first: tuple[Any, ...], second: tuple[Any, ...]) -> bool:
-    """Return whether two results of `generator_states` are equal, which means that nothing was drawn in between."""
+    """Return whether two results of `generator_states` are equal, that is, whether nothing was drawn between them."""
     tensors = zip((first[2], *first[3]), (second[2], *second[3]), strict=True)
     numpys = np.array_equal(first[1][1], second[1][1]) and first[1][2:] == second[1][2:]
     return bool(first[0] == second[0]) and numpys and all(torch.equal(*pair) for pair in tensors)

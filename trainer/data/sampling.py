@@ -161,10 +161,10 @@ class Deal:
     """Division of an epoch of `length` positions: one batch per replica and round, `accumulate` rounds per step.
 
     `drop_last` drops the last round unless every replica has a full batch in it. `limit_rounds` ends the epoch early.
-    The last step takes the remaining rounds and may be shorter. If `padded` is true, all replicas have the same number
-    of positions in the last round: the added positions, fewer than the replicas, repeat the epoch's first samples. If
-    samples are left out, `count` returns the number of remaining samples at positions [start, stop), and empty batches
-    are skipped.
+    The last step consists of the remaining rounds and may be shorter. If `padded` is true, all replicas have the same
+    number of positions in the last round: the added positions, fewer than the number of replicas, repeat the epoch's
+    first samples. If samples are left out, `count` returns the number of remaining samples at positions [start, stop),
+    and empty batches are skipped.
     """
 
     length: int

@@ -76,7 +76,8 @@ def read_samples(loader: "DataLoader[Any]", length: int) -> list[Sample]:
     """Return the hashes of a few of the first `length` samples of a loader's dataset.
 
     All samples are read with the same random numbers, so the hashes depend only on the data. If the loader has workers,
-    a worker reads them: a file that the dataset opens on first read must not be open in the process that forks workers.
+    a worker reads the samples, because a file that the dataset opens on first read must not be open in the process that
+    forks workers.
     """
     indices = sorted({length * number // SAMPLES for number in range(SAMPLES)}) if length else []
     try:

@@ -87,7 +87,7 @@ class StreamData:
     def forward_is_keyed(self) -> bool:
         """Whether loading leaves the generators keyed for the forward pass, which requires one batch per step.
 
-        If not, they would have to be reseeded before the forward pass, which costs 10 us.
+        Otherwise, the generators must be reseeded before the forward pass, which costs 10 us.
         """
         alone = self.dealing.accumulate == self.dealing.layout.replicas == 1
         return self.dealing.keyed and alone
@@ -191,7 +191,7 @@ class StreamData:
         return batches
 
     def _next_epoch(self, epoch: int, state: dict[str, Any]) -> Iterator[Any]:
-        """Return an iterator over `epoch` for a loader that counts epochs itself and was saved an epoch earlier."""
+        """Return an iterator over `epoch`, given the previous epoch's `state` of a loader that counts epochs itself."""
         self.opened, self.ended, self.is_restored = epoch, False, True
         self.loader.load_state_dict(state)
         batches: Iterator[Any] = read_loader(self.loader)

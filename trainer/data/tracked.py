@@ -118,9 +118,9 @@ class TrackedLoader:
         Args:
             batch_key: the key under which the main process read that batch.
 
-        Workers take turns, always starting with worker 0. Therefore, all workers up to the one that made the latest
-        batch start one batch earlier, and these batches are dropped. The latest batch must match the saved hashes. It
-        does not match if the dataset keeps samples outside its state, as in a shuffle buffer.
+        Workers take turns, always starting with worker 0. Therefore, all workers up to the one that created the latest
+        batch start one batch earlier, and these extra batches are dropped. The latest batch must match the saved
+        hashes. It does not match if the dataset keeps samples outside its state, as in a shuffle buffer.
         """
         states = {worker: pair for worker, *pair in saved["states"]}
         newest, batches_open, delivery = saved["newest"], opened_loaders(), None
@@ -155,8 +155,8 @@ def has_state(dataset: Any) -> bool:
 def tracked(loader: Any) -> TrackedLoader | None:
     """Return a TrackedLoader; None if `loader` is not a DataLoader or overrides torch's iteration.
 
-    Also returns None if tracking is not needed: batches from torch's collate functions show their number of samples, so
-    only a dataset with a state is tracked.
+    Also returns None if tracking is not needed: a batch from torch's own collate functions shows its number of samples,
+    so a loader that uses them is tracked only if its dataset has a state.
     """
     if not isinstance(loader, DataLoader) or not iterates_plainly(loader):
         return None

@@ -13,7 +13,7 @@ ALIGNMENT = 64
 
 
 class CopyStream:
-    """Separate stream that copies the next batch to a device during the computation of the current batch.
+    """Separate stream that copies the next batch to a device while the current batch is being computed.
 
     No batch is read ahead of its step. The host queues a batch's kernels long before the device runs them, and a copy
     on another stream does not wait for these kernels. At most one extra batch occupies device memory: before each copy,

@@ -187,7 +187,7 @@ class Metrics:
         self.pending.append((series, value, weight, self.replica, self.step))
 
     def log_dict(self, values: Mapping[str, Any], batch_size: BatchSize, options: Options) -> None:
-        """Record several values, in half the time of separate calls to `log`."""
+        """Log several values, in half the time that separate calls to `log` take."""
         # Checked once for all values: in rarer cases no series is looked up here, and each value goes through `log`.
         is_plain = self.in_step and not (self.muted or self.suffix or options[6])
         open_series = self.series if is_plain and self.series is not None else {}
@@ -306,7 +306,7 @@ class Metrics:
                 accumulate(series.step, replica, series.kind, value, weight)
 
     def drop_step(self) -> None:
-        """Discard all values logged for the latest step, and ignore later ones."""
+        """Discard all values logged for the latest step, and ignore any that are logged for it later."""
         self.pending = [item for item in self.pending if item[4] not in (self.step, self.dropped)]
         self.dropped = self.step
 
@@ -354,7 +354,8 @@ class Metrics:
     def log_point(self, checks_losses: bool, extra: Sequence[float]) -> tuple[Reduced, list[float]]:
         """Return the latest step's values over all replicas, and the maximum over ranks of each number in `extra`.
 
-        A single collective gathers both. If `checks_losses` is true, it also checks the losses, as `check_losses` does.
+        A single collective gathers both. If `checks_losses` is true, this function also checks the losses, as
+        `check_losses` does.
         """
         # negated, since the exchange takes maxima but the first bad step is a minimum
         extra = [-self._first_bad_loss() if checks_losses else -NEVER, *extra]
@@ -474,7 +475,7 @@ class Metrics:
         Ranks without a batch may have logged only some of the series.
 
         Args:
-            logged: the numbers that identify the series of each rank.
+            logged: for each rank, the numbers that identify the series it logged.
         """
         descriptions = self.exchange.descriptions
         names = [list(dict.fromkeys(descriptions[number][0] for number in numbers)) for numbers in logged]

@@ -151,7 +151,10 @@ def total(kind: str, sums: dict[int, list[float]]) -> float:
 
 
 def sort_out(values: Iterable[tuple[Series, float]], suffix: str) -> Reduced:
-    """Name values and group them by destination. A series logged per step and per epoch gets `suffix` in its name."""
+    """Name values and group them by destination.
+
+    If a series has both per-step and per-epoch values, `suffix` is added to its name to distinguish them.
+    """
     reduced = Reduced()
     for series, value in values:
         name = shown = series.name

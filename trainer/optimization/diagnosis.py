@@ -21,7 +21,7 @@ log = logging.getLogger("legato")
 
 
 def bad_weights(trainer: "Trainer") -> list[str]:
-    """Return the names of this rank's non-finite trained parameters; if there are none, return another rank's.
+    """Return the names of this rank's non-finite trained parameters, or another rank's if this rank has none.
 
     All ranks must call this.
 
@@ -120,7 +120,7 @@ def diagnose_forward(trainer: "Trainer") -> list[str]:
 
 
 def first_bad_module(trainer: "Trainer", item: ReplicaBatch, batch: Any) -> tuple[str, nn.Module, bool] | None:
-    """Rerun training_step on a batch; return the first module whose output is NaN or, failing that, infinite.
+    """Rerun training_step on a batch; return the first module whose output contains NaN or, failing that, infinity.
 
     The returned bool is True if the input of this module was finite.
     """

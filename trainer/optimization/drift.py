@@ -71,7 +71,7 @@ class DriftGuard:
 
 
 def describe_differing(ranks: Ranks, names: list[str], numbers: list[int]) -> str:
-    """Describe which of the named numbers differ between ranks; "" if none differ. All ranks must call this."""
+    """Describe the named numbers that differ between ranks; "" if none differ. All ranks must call this."""
     gathered = ranks.gather_objects(numbers)
     if gathered.count(numbers) == len(gathered):
         return ""
@@ -96,7 +96,7 @@ def sums_of_bits(tensor: Tensor) -> list[Tensor]:
     """Return the sums of the bits, read as integers, of the plain tensors that make up `tensor`.
 
     The sums are exact in any order. On a CPU, torch.hash_tensor reads 5 GB/s, and this function reads 27 GB/s.
-    torch.hash_tensor also uses exclusive or, in which two changes of the same bit cancel out.
+    torch.hash_tensor also combines values by exclusive or, so two changes of the same bit cancel out.
     """
     if tensor.is_meta:
         return []

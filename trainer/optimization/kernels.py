@@ -116,8 +116,8 @@ def give_forwards(
 ) -> list[tuple[nn.Module, type[nn.Module]]]:
     """Change the class of each module to a subclass whose forward is `forward_of(class)`.
 
-    Returns the modules and their original classes. Unlike a wrapper, a subclass preserves the names in the state dict,
-    hooks, copies and `isinstance` checks.
+    Returns the modules and their original classes. Unlike a wrapper, a subclass preserves the names in the state dict
+    and the module's hooks, and does not affect copying or `isinstance` checks.
     """
     before = [(module, type(module)) for module in modules]
     kinds = {

@@ -54,7 +54,7 @@ def sparse_weights(task: nn.Module) -> set[nn.Parameter]:
 
 
 def require_told_sparse(task: nn.Module) -> None:
-    """Raise TaskError for a sparse gradient outside Embedding(sparse=True), which processes cannot reduce."""
+    """Raise TaskError for a sparse gradient outside Embedding(sparse=True), because processes cannot reduce it."""
     declared = sparse_weights(task)
     for name, parameter in task.named_parameters():
         if parameter.grad is not None and parameter.grad.is_sparse and parameter not in declared:

@@ -125,7 +125,7 @@ class Optimization:
         self.manual_optimizers[:] = [ManualOptimizer(optimizer, self) for optimizer in optimizers]
 
     def restart(self) -> None:
-        """Check the next step like the first one, because the set of ranks has changed."""
+        """Repeat the first step's checks in the next step, because the set of ranks has changed."""
         self.checks_first, self.weights.used = True, None
 
     def begin_training(self) -> None:
@@ -146,7 +146,7 @@ class Optimization:
             log.warning(NOTHING_COMPILED)
 
     def begin_evaluation(self) -> list[Optimizer]:
-        """Switch optimizers with modes to the weights for evaluation; return the ones that were switched."""
+        """Switch optimizers with modes to their evaluation weights; return the optimizers that were switched."""
         changed = []
         for optimizer in filter(has_modes, self.optimizers):
             with keyed_generators(self._update_key(optimizer)):  # some optimizers round stochastically
@@ -390,7 +390,7 @@ class Optimization:
     def manual_backward(self, loss: Tensor, *arguments: Any, **options: Any) -> None:
         """Run backward under manual optimization."""
         if self.automatic:
-            raise TaskError("manual_backward needs automatic_optimization = False. Otherwise, return the loss instead.")
+            raise TaskError("manual_backward needs automatic_optimization = False. If it is True, return the loss.")
         if not loss.requires_grad:
             raise TaskError(describe_bad_loss(loss))
         # torch.amp.GradScaler has one scale for all optimizers: if it changed before all have used it, the others'
@@ -488,7 +488,7 @@ def wrapper_class(wrapper: Any, kind: Any) -> Any:
 class ManualOptimizer:
     """Optimizer returned by `Task.optimizers()`; its `step` reduces and unscales gradients through the strategy.
 
-    All other attributes are those of the optimizer. The object is also an instance of the optimizer's class.
+    All other attributes are those of the wrapped optimizer. The object is also an instance of that optimizer's class.
     """
 
     def __new__(cls, optimizer: Optimizer, optimization: Any = None) -> Any:

@@ -55,7 +55,7 @@ def may_draw(optimizer: Optimizer) -> bool:
 
 
 def needs_closure(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer's step evaluates the loss itself, as in LBFGS or SAM."""
+    """Return whether an optimizer's step evaluates the loss itself, as LBFGS and SAM do."""
     # the class's signature: learning rate schedulers replace an instance's `step` by a wrapper
     parameters = list(inspect.signature(type(optimizer).step).parameters.values())[1:]
     if not parameters or parameters[0].name != "closure" or not may_draw(optimizer):

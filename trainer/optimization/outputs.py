@@ -9,7 +9,7 @@ from ...base.errors import TaskError, correction
 
 
 def losses_of(output: Any, optimizers: int) -> Sequence[Tensor]:
-    """Return one loss for all optimizers, or one per optimizer; none if the step returned None to skip the batch.
+    """Return one loss for all optimizers, or one per optimizer; empty if the step returned None to skip the batch.
 
     Raises TaskError for any other output.
     """
@@ -42,7 +42,7 @@ def losses_of(output: Any, optimizers: int) -> Sequence[Tensor]:
 
 
 def as_outputs(output: Any) -> dict[str, Any]:
-    """Return a step's output as hooks receive it: a dict with a detached "loss"; for a skipped batch, an empty dict."""
+    """Return a step's output for hooks: a dict with a detached "loss", or an empty dict if the batch was skipped."""
     if isinstance(output, Tensor):
         return {"loss": output.detach()}
     if output is None:

@@ -123,8 +123,8 @@ class Precision:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the scaler's state.
 
-        An empty state leaves the scaler unchanged. If there is no scaler, the state is ignored, so a run can resume in
-        another precision.
+        An empty state leaves the scaler unchanged. If there is no scaler, the state is ignored, so a run can resume
+        with another precision.
         """
         if self.scaler is not None and state:
             self.scaler.load_state_dict(dict(state))

@@ -1,4 +1,4 @@
-"""Training mode for trained modules: `from_pretrained` returns models in evaluation mode, where dropout is off."""
+"""Training mode for trained modules: `from_pretrained` returns models in evaluation mode, which disables dropout."""
 
 from collections.abc import Iterator
 

@@ -96,7 +96,7 @@ def plan_validation(call: Call) -> None:
     else:
         if rounds is not None and interval > rounds and not over_epochs:
             raise ConfigError(
-                f"val_check_interval={interval} batches is more than the {rounds} batches of an epoch, so validation "
+                f"val_check_interval={interval} batches is more than the {rounds} batches in an epoch, so validation "
                 f"would never run. Lower it, or count across epochs with check_val_every_n_epoch=null."
             )
         call.data.validation_rounds = interval
@@ -150,7 +150,7 @@ def make_training_data(call: Call, begun: Mapping[str, Any] | None = None) -> No
     elif even and isinstance(data, StreamData) and call.state.replicas > 1:
         raise ConfigError(
             f"trainer.use_distributed_sampler='even' (True in a Lightning script) repeats samples, but "
-            f"{name_of(loader)} cannot be read at any position. In the dataset's __iter__, let each process yield its "
+            f"{name_of(loader)} does not support random access. In the dataset's __iter__, let each process yield its "
             f"own share, with itertools.islice(samples, torch.distributed.get_rank(), None, "
             f"torch.distributed.get_world_size()). Combine loaders with 'min_size' or 'max_size_cycle'. Outside "
             f"Lightning compatibility mode, use_distributed_sampler=true distributes the batches."

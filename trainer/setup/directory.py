@@ -100,7 +100,7 @@ def weight_names(task: Task) -> set[str]:
 
 
 def find_source(trainer: "Trainer", request: Request, damaged: Collection[Location] = ()) -> Start:
-    """Return the checkpoint to start from, ignoring `damaged` ones, and the run directory to lock for a resume.
+    """Return the checkpoint to start from, skipping `damaged` ones, and the run directory to lock if the run resumes.
 
     This function checks the sizes of the checkpoint's files. Their checksums are checked when the files are read.
     """

@@ -84,7 +84,7 @@ def find_numerics(call: Call, optimization: Optimization) -> dict[str, Any]:
 def show_checkpoint(call: Call, saved: dict[str, Any]) -> None:
     """Call the on_load_checkpoint hooks: first the task's, which may convert the contents, then the callbacks'.
 
-    All of them see the weights that the trainer loads.
+    All hooks see the weights that the trainer loads.
     """
     if call.stage != "fit":  # the averaged ones, unless a callback of this run loads these itself
         saved["state_dict"] = averaged_weights(saved, [callback.state_key for callback in call.trainer.callbacks])

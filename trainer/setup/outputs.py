@@ -63,8 +63,8 @@ def open_loggers(run: Run, resume_step: int | None) -> None:
     """Open the loggers and store the config on rank 0; on other ranks, pass the run directory to the loggers.
 
     Args:
-        resume_step: the step from which the run resumes, after which existing logging points are invalid; None if the
-            run does not resume.
+        resume_step: the step from which the run resumes; existing logging points after this step are invalid. None if
+            the run does not resume.
     """
     trainer, step = run.trainer, run.state.global_step
     if trainer.run_dir is None:

@@ -60,7 +60,7 @@ def make_call(trainer: "Trainer", request: Request) -> Call:
 
 
 def set_up(call: Call, request: Request) -> Run:
-    """Build a complete run from a call. Hooks may read `trainer.run`, which contains the part built so far."""
+    """Build a complete run from a call. Hooks may read `trainer.run`, which contains the parts built so far."""
     joined, saved = join(call, request)
     call.trainer.run = joined
     run = call.trainer.run = make_run(joined, saved)
