@@ -4,7 +4,7 @@ from typing import Any
 
 
 def alias(path: str) -> Any:
-    """Return a property that reads and sets another attribute, which may be a dotted path."""
+    """Return a property that reads and sets another attribute, whose name may be a dotted path."""
     *owners, name = path.split(".")
 
     def owner_of(holder: Any) -> Any:

@@ -248,7 +248,7 @@ class LightningCLI:
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """Return a dict from each subcommand to the method arguments that the command line does not accept."""
+        """Return a dict that maps subcommands to the method arguments that the command line does not accept."""
         loaders = {"model", "dataloaders", "datamodule"}
         fit = {"model", "train_dataloaders", "val_dataloaders", "datamodule"}
         return {"fit": fit, "validate": loaders, "test": loaders, "predict": loaders}
@@ -391,8 +391,8 @@ class LightningCLI:
             return
         if any(len(keys) > 1 for keys in groups):
             raise MisconfigurationException(
-                f"There are several optimizers or schedulers: {[*groups[0], *groups[1]]}. Link each of them to an "
-                "argument of the module (link_to=...) and return them from its configure_optimizers."
+                f"There are several optimizers or schedulers: {[*groups[0], *groups[1]]}. Link each one to an "
+                "argument of the module (link_to=...) and return them all from configure_optimizers."
             )
         specs = [self._spec(key, kinds) for keys in groups for key, kinds in keys.items()]
         if not specs[0]:

@@ -30,7 +30,7 @@ HELPERS = {"alias_below", "inner_name", "placeholders"}
 def alias_below(package: str, paths: str) -> None:
     """Register a package in sys.modules under the paths of Lightning's modules in that package.
 
-    The package can replace each of these modules, because it defines the names of all of them without conflicts. This
+    The package can replace each of these modules, because it defines all of their names without conflicts. This
     function also sets the package's `__all__` to its public names.
     """
     module = sys.modules[package]
@@ -45,7 +45,7 @@ def alias_below(package: str, paths: str) -> None:
 def inner_name(package: str) -> Callable[[str], Any]:
     """Return a package's `__getattr__`, which provides version constants, common names and placeholders.
 
-    Private names become placeholders, as do all names below lightning.fabric, because Legato does not have its classes.
+    Private names become placeholders, as do all names below lightning.fabric, because Legato lacks these classes.
     """
     # programs import many classes of Fabric only for annotations
     any_name = package.startswith(f"{ROOT}.fabric")

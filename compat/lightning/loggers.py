@@ -96,7 +96,7 @@ class FabricLogger(PlacesPoints, WithoutFiles, logger.Logger, ABC):
 
     @property
     def root_dir(self) -> str | None:
-        """The folder of all versions; None if the logger saves no files."""
+        """The folder for all versions; None if the logger saves no files."""
         return None
 
     @property
@@ -106,7 +106,7 @@ class FabricLogger(PlacesPoints, WithoutFiles, logger.Logger, ABC):
 
     @property
     def save_dir(self) -> str | None:
-        """The folder of all experiments; None if the logger saves no files."""
+        """The folder for all experiments; None if the logger saves no files."""
         return None
 
     @property
@@ -212,7 +212,7 @@ class FolderOfLogger:
 
     @property
     def root_dir(self) -> str:
-        """The folder of all versions."""
+        """The folder for all versions."""
         name: str | None = self.logger.name
         return os.path.join(self.logger.save_dir, name) if name else str(self.logger.save_dir)
 
@@ -264,7 +264,7 @@ class FolderParts(PlacesPoints, logger.Logger):
 
     @property
     def save_dir(self) -> str | None:
-        """The folder of all experiments."""
+        """The folder for all experiments."""
         return self.own_folder.save_dir if self.own_folder else super().save_dir
 
     @property
@@ -279,7 +279,7 @@ class FolderParts(PlacesPoints, logger.Logger):
 
     @property
     def root_dir(self) -> str | None:
-        """The folder of all versions."""
+        """The folder for all versions."""
         return self.own_folder.root_dir if self.own_folder else super().root_dir
 
     @property

@@ -472,7 +472,7 @@ def builder(kind: Any, values: Mapping[str, Any]) -> Any:
 
 
 def with_config(kind: type, saved: Mapping[str, Any], updates: Mapping[str, Any]) -> dict[str, Any]:
-    """Return constructor arguments: `updates` and, if the module has one, its OmegaConf config of hyperparameters."""
+    """Return constructor arguments: `updates`, plus the module's OmegaConf config of hyperparameters if it has one."""
     config: Any = saved.get("hyper_parameters")
     parameters = inspect.signature(kind).parameters
     name = str(saved.get("hparams_name"))

@@ -118,9 +118,8 @@ class SimpleProfiler(Profiler):
     """Measures the duration of each action.
 
     The report lists the mean and total duration in seconds, the number of calls, and the percentage of the
-    profiler's lifetime.
-    `extended=False` omits the number of calls and the percentage. Raises ValueError if an action is started while it is
-    running, or stopped while it is not running.
+    profiler's lifetime. `extended=False` omits the number of calls and the percentage. Raises ValueError if an action
+    is started while it is running, or stopped while it is not running.
     """
 
     def __init__(self, dirpath: str | Path | None = None, filename: str | None = None, extended: bool = True) -> None:

@@ -73,7 +73,7 @@ def without_defaults(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 class FitAsLightning(Callback):
-    """Adds hooks that reproduce Lightning's behavior in a fit. In `setup`, removes itself from the callbacks."""
+    """Adds hooks that reproduce Lightning's behavior in fit, and removes itself from the callbacks in `setup`."""
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Add the hooks to those of the run."""

@@ -196,12 +196,12 @@ class StochasticWeightAveraging(weight_averaging.WeightAveraging, Callback):
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
     def state_dict(self) -> dict[str, Any]:
-        """Return the averages and the previous learning rates. With sharded weights, every rank must call this."""
+        """Return the averages and previous learning rates. With sharded weights, every rank must call this method."""
         state = super().state_dict()
         return state and {**state, "last_epoch": self._last_epoch, "rates_before": self._rates_before}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the averages. They are sharded when training starts."""
+        """Restore the averages, which are sharded when training starts."""
         super().load_state_dict(state_dict)
         self._last_epoch, self._rates_before = state_dict["last_epoch"], list(state_dict["rates_before"])
 

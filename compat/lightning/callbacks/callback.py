@@ -42,7 +42,7 @@ class Callback(callback.Callback):
     """A Legato callback with Lightning's attributes, including `log` and `log_dict` during a run."""
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """For classes of this package, rename the parameters of methods to Lightning's names."""
+        """Rename the method parameters of this package's classes to Lightning's names."""
         super().__init_subclass__(**options)
         if cls.__module__.startswith(ROOM):
             name_parameters(cls)

@@ -159,7 +159,7 @@ class TQDMProgressBar(ProgressBar):
 
     # --- training; the second argument is optional where Lightning's bars ignore it ---------------------------------
     def on_sanity_check_start(self, trainer: "Trainer", pl_module: Any = None) -> None:
-        """Open the bar for the sanity check, which is stored as the validation bar."""
+        """Open the sanity check's bar, which is stored as the validation bar."""
         self.val_progress_bar, self.train_progress_bar = self.init_sanity_tqdm(), Tqdm(disable=True)
 
     def on_sanity_check_end(self, trainer: "Trainer", pl_module: Any = None) -> None:

@@ -85,7 +85,7 @@ class GradientAccumulationScheduler(gradient_accumulation_scheduler.GradientAccu
         super().__init__(scheduling)
 
     def on_train_start(self, trainer: "Trainer", task: "Task") -> None:
-        """Warn if the module overrides optimizer_step, because it is called once per step, not once per batch."""
+        """Warn if the module overrides optimizer_step, because a run calls it once per step, not once per batch."""
         if self.going_to_accumulate_grad_batches() and overrides(task, Task, "optimizer_step"):
             rank_zero_warn(f"{type(task).__name__}.optimizer_step is called once per step, not once per batch.")
 
