@@ -1,7 +1,7 @@
 """The Trainer's arguments, with their names, types, ranges, defaults and documentation.
 
 The docstring of TrainerArguments is the only source of the documentation: the reference page, `legato --help`, the JSON
-schema and messages use it. This module does not import torch, so that a misspelled key fails before torch is imported.
+schema and messages use it. This module does not import torch, so a misspelled key is reported before torch is imported.
 """
 
 import inspect
@@ -74,7 +74,7 @@ class TrainerArguments:
         seed: Seed for the order of samples and for all random numbers.
         reproducible: What is guaranteed for any number of processes: "order" (same samples and random numbers in each
             step), "bitwise" (bitwise identical results) or "off" (nothing).
-        threads: Intra-op threads per process. The number affects the last bits of results. None: torch's default, or 1
+        threads: Intra-op threads per process. This number affects the last bits of results. None: torch's default, or 1
             under "bitwise".
         deterministic: Use deterministic kernels only. For operations that have none, True raises an error and "warn"
             issues a warning.
@@ -108,7 +108,7 @@ class TrainerArguments:
         prefetch_to_device: On devices with streams, copy the next batch to the device while the current batch is being
             processed. Requires device memory for one more batch.
         reload_dataloaders_every_n_epochs: Call the loader hooks of the task or data module again every n epochs. 0:
-            never. A resume repeats the calls for the resumed epoch, with the same `current_epoch` as before.
+            never. After a resume, the calls are repeated for the resumed epoch with the same `current_epoch` as before.
         leave_out_samples: Dataset indices of training samples to leave out of every batch. All other samples remain in
             the same steps.
         resume_at: What to do if a run resumes in the middle of an epoch and the samples of its steps have changed
@@ -118,7 +118,7 @@ class TrainerArguments:
         check_val_every_n_epoch: Validate every n epochs. None: count val_check_interval's batches across epochs.
         num_sanity_val_steps: Validation batches to run before training. -1: all of them; 0: none.
         inference_mode: Evaluate under torch.inference_mode; False: under torch.no_grad.
-        default_root_dir: Folder of the run directories: a path, or an address such as s3://bucket/runs.
+        default_root_dir: Folder of the run directories: a path, or a URL such as s3://bucket/runs.
         run_name: Name of the run. The run directory is default_root_dir/run_name/version_N.
         logger: Logger or list of loggers. True: TensorBoard and metrics.jsonl in the run directory; False or None: no
             logger.

@@ -78,7 +78,7 @@ def to_absolute(place: "str | os.PathLike[str]") -> Location:
 
 
 def place_problem(place: str, writes: bool = True) -> str | None:
-    """Return why a run cannot read from a path or address or, if `writes`, write to it; None if it can."""
+    """Return why a run cannot read from a path or address or, if `writes` is true, write to it; None if it can."""
     scheme, mark, rest = place.partition("://")
     if not mark or scheme in ("file", "local"):
         if not mark and (match := ADDRESS.match(place)) is not None:

@@ -11,7 +11,7 @@ from typing import Any
 
 
 class Output:
-    """The current stdout or stderr. Drops text if the stream is closed, so that training outlives its terminal."""
+    """The current stdout or stderr. Text is dropped if the stream is closed, so training can outlive its terminal."""
 
     nowhere = io.TextIOBase()  # used if the program was started without the stream (`>&-`, pythonw)
 

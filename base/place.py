@@ -144,7 +144,7 @@ def _read(names: Variables, origin: str) -> Place | None:
 
 
 def _name(names: tuple[str, ...]) -> str:
-    """Return the first variable that is set, otherwise the last one, which SLURM also sets outside of job steps."""
+    """Return the first variable that is set, otherwise the last variable, which SLURM also sets outside job steps."""
     return next((name for name in names if get_variable(name)), names[-1])
 
 
@@ -174,7 +174,7 @@ def _distributed() -> Any:
 def find_group() -> tuple[int, int] | None:
     """Return the rank and world size of a process group that the script created; None if there is none.
 
-    Legato uses such a group like a launcher's: it starts no processes and does not destroy the group.
+    Legato treats this group like a launcher's group: it starts no processes and does not destroy the group.
     """
     distributed = _distributed()
     if distributed is None or distributed.group.WORLD is _made_here:

@@ -79,6 +79,6 @@ def format_bytes(count: int) -> str:
 
 def counted(count: int, noun: str) -> str:
     """Return a count with its noun, such as "1 step" or "2,000 steps"."""
-    # the only noun in Legato's messages whose plural does not end in -s alone
-    plural = "batches" if noun == "batch" else f"{noun}s"
+    # batches and processes are the only plurals in -es that Legato's messages need
+    plural = f"{noun}es" if noun in ("batch", "process") else f"{noun}s"
     return f"{count:,} {noun if count == 1 else plural}"

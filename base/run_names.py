@@ -46,8 +46,8 @@ def not_writable(folder: Path, reason: object) -> ConfigError:
     is_full = str(reason) in (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
     return ConfigError(
         f"Cannot write to the run directory {folder}: {reason}. The run stops. "
-        f"{'Free some space' if is_full else 'Change its permissions'}, or continue in another folder from one of its "
-        f"checkpoints (resume=PATH, run.root)."
+        f"{'Free some space' if is_full else 'Change its permissions'}, or continue in another folder from one of the "
+        f"run's checkpoints (resume=PATH, run.root)."
     )
 
 

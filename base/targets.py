@@ -38,10 +38,10 @@ def call_target(target: Callable[..., Any], arguments: Mapping[str, Any], partia
 
 
 def rebuild_targets(value: Any, kind: type, name: str) -> Any:
-    """Rebuild the objects in `value`, the config of a hyperparameter of a task or data module.
+    """Rebuild the objects in `value`, the config of a hyperparameter.
 
-    The hyperparameter is called `name`, and the task or data module has the class `kind`. References to environment
-    variables in strings are replaced by the variables' values. Raises CheckpointError if the config contains a target
+    `name` is the hyperparameter's name, and `kind` is the class of the task or data module. References to environment
+    variables in strings are replaced with the variables' values. Raises CheckpointError if the config contains a target
     that a checkpoint may not call; see `_find_trusted`.
     """
     if isinstance(value, str):
@@ -96,7 +96,7 @@ def _find_trusted(path: str, kind: type, name: str) -> Callable[..., Any]:
         trusted: Callable[..., Any] = target
         return trusted
     raise CheckpointError(
-        f"To rebuild {name!r} of {kind.__name__}, the checkpoint calls {path!r}. A checkpoint may only call objects in "
-        f"torch and {package!r}, and modules, optimizers, schedulers and datasets in imported packages. Import {top!r} "
-        f"first, or pass the object: {kind.__name__}.load_from_checkpoint(path, {name}=...)."
+        f"To rebuild {name!r} of {kind.__name__}, the checkpoint calls {path!r}. A checkpoint may only call objects "
+        f"in torch.nn, torch.optim and {package!r}, and modules, optimizers, schedulers and datasets in imported "
+        f"packages. Import {top!r} first, or pass the object: {kind.__name__}.load_from_checkpoint(path, {name}=...)."
     )

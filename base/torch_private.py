@@ -122,7 +122,7 @@ DispatchMode = _python_dispatch.TorchDispatchMode
 
 
 def node_numbers() -> tuple[int, int | None]:
-    """Return the sequence numbers of the newest autograd node and of the node in its backward pass (None: no node)."""
+    """Return the sequence numbers of the newest autograd node and of the node that backward is running (or None)."""
     running: Any = torch._C._current_autograd_node()
     newest: int = torch._C._autograd._get_sequence_nr() - 1
     return newest, None if running is None else running._sequence_nr()
@@ -260,7 +260,7 @@ def schedulers_within(scheduler: Any) -> Sequence[Any]:
 
 
 def backward_engine() -> Callable[..., Any] | None:
-    """Return the function that torch.autograd.backward calls. A direct call saves 10 us for checks and a context.
+    """Return the function that torch.autograd.backward calls. A direct call saves 10 us of checks and setup.
 
     Returns None if autograd logs each node of a graph. For Tensor subclasses, and for graphs compiled for a device
     other than the CPU, use torch.autograd.backward instead, because autograd's threads need the context.

@@ -199,7 +199,7 @@ def _needs_object(origin: Any) -> bool:
 
 
 def is_target(value: Any) -> TypeGuard[dict[Any, Any]]:
-    """Return whether a value is a mapping that names a class to build."""
+    """Return whether a value is a mapping that specifies an object to build."""
     return isinstance(value, dict) and TARGET in value
 
 

@@ -213,7 +213,7 @@ def test_the_roll_groups_ranks_by_node_and_device():
         (
             {"devices": 1},
             Place(0, 0, 0, 2, 2, 1, "slurm"),
-            "request 1 processes .*, but slurm started 2",
+            "request 1 process .*, but slurm started 2",
         ),
         (
             {"devices": 2, "num_nodes": 2},

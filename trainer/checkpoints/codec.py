@@ -150,7 +150,7 @@ def flatten(contents: Mapping[str, Any], frozen: Collection[str] = ()) -> FlatSt
 
 def _encode(value: Any, path: ValuePath, flat: FlatState) -> Any:
     if len(path) > DEPTH:
-        raise CheckpointError(f"{_dotted(path[:4])}... is nested more than {DEPTH} levels. Does it contain itself?")
+        raise CheckpointError(f"{_dotted(path[:4])}... is nested over {DEPTH} levels deep. Does it contain itself?")
     if value is None or isinstance(value, bool):  # before int: bool is a subclass of it
         return value
     if isinstance(value, str):  # a str Enum too: JSON has only its text

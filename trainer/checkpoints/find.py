@@ -36,7 +36,7 @@ def directory_name(step: int) -> str:
 
 
 def verify(checkpoint: Location) -> Manifest:
-    """Verify every file, and return the manifest. Raises CheckpointError, with a description of the problem."""
+    """Verify every file, and return the manifest. Raises a CheckpointError that describes the problem."""
     content, folder = check_sizes(checkpoint), folder_at(checkpoint.parent)
     for name, expected in content.files.items():
         check_file(fetch_file(folder, checkpoint.name, content, name), expected)

@@ -28,7 +28,7 @@ from .tensors import flat_bytes, write_tensors
 
 
 class Base(NamedTuple):
-    """The base of one checkpoint file: either an existing base or the weights for a new one."""
+    """The base of one checkpoint file: either an existing base or the weights for a new base."""
 
     file: str
     """Name in the manifest."""

@@ -63,9 +63,9 @@ class HashedFile:
 
 
 class HashedUpload(HashedFile):
-    """A new object in a store that is hashed while it is uploaded.
+    """A new object in a store, hashed during its upload.
 
-    The object appears when the upload is closed. After an error, it never appears.
+    The object appears only when the upload is closed. After an error, it never appears.
     """
 
     def __init__(self, file: Any) -> None:

@@ -37,7 +37,7 @@ def are_file_names(names: Iterable[str]) -> bool:
 
 
 def base_of(file: str) -> str:
-    """Return the name in manifests for the base of a weights file; "" for any other file."""
+    """Return the name that manifests use for the base of a weights file; "" for any other file."""
     return file.replace("model", BASE, 1) if file.startswith("model") else ""
 
 

@@ -38,7 +38,7 @@ def temporary_path(checkpoint: Path, kind: str) -> Path:
 
 
 class Folder(Protocol):
-    """A folder of checkpoints, which its methods identify by name.
+    """A folder of checkpoints. Its methods identify each checkpoint by name.
 
     To save a checkpoint, rank 0 calls `require_free_name` and `open_stage`, every rank calls `write` for each of its
     files, and rank 0 calls `publish` to commit the checkpoint. The interface has no rename operation, because an object
@@ -66,7 +66,7 @@ class Folder(Protocol):
         """Read a checkpoint's manifest and check the sizes of its files. Raises CheckpointError."""
 
     def fetch(self, name: str, content: manifest.Manifest, files: Collection[str]) -> Path:
-        """Return a local folder that contains these files of a checkpoint, which the caller must verify.
+        """Return a local folder that contains these files of a checkpoint. The caller must verify the files.
 
         The folder exists as long as this object.
         """
@@ -194,7 +194,7 @@ class LocalFolder:
             raise CheckpointError(f"{path} is not a checkpoint, so it is not replaced. Choose another name.")
 
     def open_stage(self, name: str, needed: int, run: str) -> str:
-        """Create the stage, which is a folder, for a checkpoint of about `needed` bytes."""
+        """Create a folder as the stage for a checkpoint of about `needed` bytes."""
         make_folder(self.path)
         self._clean_up(name)
         free_space_check(self.path, needed)
@@ -325,7 +325,7 @@ def folder_at(location: Location) -> Folder:
 
 
 def is_file(location: Location) -> bool:
-    """Return whether a location is a file, which may contain another program's weights but is no Legato checkpoint."""
+    """Return whether a location is a file. It may contain another program's weights, but is not a Legato checkpoint."""
     return is_object(location) if isinstance(location, Address) else location.is_file()
 
 
@@ -340,7 +340,7 @@ def local_file(location: Location) -> Iterator[Path]:
 
 
 def fetch_file(folder: Folder, name: str, content: manifest.Manifest, file: str) -> Path:
-    """Return the local path of a file of a checkpoint. The file may be one of the checkpoint's bases."""
+    """Return the local path of one of a checkpoint's files, which include its bases."""
     if file.startswith(manifest.BASE):
         bases = content.split()[1]
         name, content, file = manifest.BASE, bases, f"{content.files[file].sha256}.safetensors"

@@ -75,7 +75,8 @@ def require_writable(address: str) -> None:
 def retried(address: str, request: Callable[..., T], *arguments: Any, **options: Any) -> T:
     """Make a request, retrying it a few times, and return the result. Raises OSError, with the address in its message.
 
-    Errors in LASTING are raised unchanged and at once. Some libraries for stores also retry, but not after all errors.
+    Errors in LASTING are raised unchanged and at once. Some object store libraries also retry requests, but not after
+    all errors.
     """
     for attempt in range(TRIES):
         try:

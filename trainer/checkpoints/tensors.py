@@ -20,10 +20,10 @@ DTYPE_NAMES = {
 
 
 def write_tensors(file: HashedFile, tensors: Mapping[str, Tensor], **metadata: str) -> FileSum:
-    """Write and sync a new safetensors file. Tensors on a device or not contiguous are copied one at a time.
+    """Write and sync a new safetensors file. Tensors that are on a device or not contiguous are copied one at a time.
 
-    The writer in safetensors rejects tensors that share memory (tied weights), and would need a second pass to compute
-    the hash.
+    The safetensors library's own writer rejects tensors that share memory (tied weights), and would require a second
+    pass to compute the hash.
     """
     # largest item sizes first, which aligns every tensor for readers that memory-map the file
     order = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))

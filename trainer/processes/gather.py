@@ -1,8 +1,8 @@
 """Gathers the tensors of all ranks for `Task.all_gather`, after checking their shapes.
 
-Without the check, gloo would abort the process if shapes differ. Only the first dimension may differ: an evaluation
-uses each sample exactly once, so ranks may have batches of different sizes. Any other difference raises an error on
-every rank.
+Without the check, gloo would abort the process if the shapes differed. Only the first dimension may differ: an
+evaluation uses each sample exactly once, so ranks may have batches of different sizes. Any other difference raises an
+error on every rank.
 """
 
 from typing import Any
@@ -90,7 +90,7 @@ def _refuse_in_step(run: Any, size: int, sync_grads: bool) -> None:
             remedy = "Set trainer.use_distributed_sampler=even, which repeats samples, or drop_last=True"
         raise TaskError(
             f"{stage}_step calls all_gather, which every rank must call the same number of times, but the batches do "
-            f"not divide evenly among {replicas} replicas on {processes}, so some ranks have fewer. {remedy}."
+            f"not divide evenly among {replicas} replicas on {processes}, so some ranks have fewer batches. {remedy}."
         )
 
 

@@ -287,11 +287,11 @@ class Watchdog:
             raise DisagreementError(
                 f"on_train_batch_start returned -1 on rank {self.place.rank} at step "
                 f"{self.trainer.state.global_step + 1} (batch_idx {batch_idx}), but {name_ranks(staying)} continued: "
-                f"{waiting}. All ranks must leave an epoch together. Base this on a value that is equal on all ranks."
+                f"{waiting}. All ranks must leave an epoch together. Use a condition that is equal on all ranks."
             )
 
     def require_same_end(self, length: str) -> None:
-        """Wait until every rank reaches the end of its training stream. Raises DisagreementError if lengths differ.
+        """Wait until every rank reaches the end of its training stream. Raises DisagreementError if the lengths differ.
 
         Args:
             length: length of this rank's stream.
@@ -515,7 +515,7 @@ def _sentence(error: BaseException) -> str:
 
 
 def _stay(board: Board) -> None:
-    """Leave the process group so that the other ranks notice a failure, and serve the store until they know its cause.
+    """Leave the process group so that the other ranks notice a failure, and serve the store until they know the cause.
 
     This takes at most ANSWER_SECONDS.
     """

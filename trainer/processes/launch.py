@@ -1,8 +1,8 @@
 """Starts, monitors and stops local worker processes together, and raises the first failure in the caller.
 
-The caller sends the function through a file in a private folder, serialized with cloudpickle, and gets its result or
-exception back in the same way. Therefore, lambdas, notebooks and classes in the caller's script work, and the script
-runs only once. `set_worker_environment` sets a worker's environment variables, including its rank.
+The caller serializes the function with cloudpickle and sends it through a file in a private folder. A worker returns
+the result or exception in the same way. Therefore, lambdas, notebooks and classes in the caller's script work, and the
+script runs only once. `set_worker_environment` sets a worker's environment variables, including its rank.
 """
 
 import faulthandler
@@ -507,7 +507,7 @@ def run_workers(
     if processes < 1:
         raise ConfigError(f"The number of processes must be at least 1, got {processes}.")
     if nodes > 1 and max_restarts:
-        raise ConfigError("max_restarts only applies to one node. With num_nodes > 1, use torchrun --max-restarts.")
+        raise ConfigError("max_restarts applies only to one node. With num_nodes > 1, use torchrun --max-restarts.")
     warm_up()
     node_rank, host, port = find_node(nodes)
     store: Any = None
@@ -558,7 +558,7 @@ def threads_of_worker(processes: int) -> int:
 def set_worker_environment(
     place: Place, environment: dict[str, str], host: str, port: int, attempt: int, threads: int
 ) -> None:
-    """Set a worker's environment variables to those of the caller and of `place`; the fork server's are outdated."""
+    """Set a worker's environment variables from the caller and `place`, because the fork server's are outdated."""
     import torch
 
     variables = {

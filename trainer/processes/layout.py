@@ -11,6 +11,7 @@ from ...base.arguments import TrainerArguments
 from ...base.errors import ConfigError
 from ...base.messages import STDERR, is_quiet
 from ...base.place import Place
+from ...base.quantities import counted
 from ..accelerators import assigned_device, name_of
 from .ranks import Ranks, legatos_group
 
@@ -54,9 +55,10 @@ def check_place(trainer: TrainerArguments, count: Callable[[], int], place: Plac
     if place.world_size == local * nodes and (source or place.nodes == nodes):
         return
     raise ConfigError(
-        f"trainer.devices={trainer.devices} and num_nodes={trainer.num_nodes} request {local} processes on each of "
-        f"{nodes} nodes, but {source or f'{place.origin} started'} {place.world_size} processes on {place.nodes} "
-        f"nodes. Change or omit devices and num_nodes. To ignore the other processes, set trainer.cluster=off."
+        f"trainer.devices={trainer.devices} and num_nodes={trainer.num_nodes} request {counted(local, 'process')} per "
+        f"node on {counted(nodes, 'node')}, but {source or f'{place.origin} started'} "
+        f"{counted(place.world_size, 'process')} on {counted(place.nodes, 'node')}. Change or omit devices and "
+        f"num_nodes. To ignore the other processes, set trainer.cluster=off."
     )
 
 
@@ -87,16 +89,15 @@ def describe_layout(entries: Sequence[ProcessEntry], origin: str, meeting: str) 
     """Return the layout as text: a line for the run and a line for each node.
 
     Args:
-        origin: see Place. It is omitted for a single process without a launcher, because `legato check` starts a
-            process that the run itself would not start.
+        origin: see Place. The text omits it for a single process without a launcher, because `legato check` starts a
+            process in cases where the run does not.
     """
     nodes: dict[tuple[int, str], list[ProcessEntry]] = {}
     for entry in entries:
         nodes.setdefault((entry[1], entry[2]), []).append(entry)
     address = f", met at {meeting}" if meeting else ""
-    count = f"{len(entries)} process{'es' * (len(entries) != 1)} on {len(nodes)} node{'s' * (len(nodes) != 1)}"
     starter = "" if len(entries) == 1 and origin in ("alone", "legato") else f", started by {origin}"
-    lines = [f"{count}{starter}{address}"]
+    lines = [f"{counted(len(entries), 'process')} on {counted(len(nodes), 'node')}{starter}{address}"]
     for (index, host), members in nodes.items():
         spans = []
         # consecutive ranks on the same device have the same difference to their index

@@ -26,7 +26,7 @@ PIECE = 25 << 20
 
 
 class Ranks:
-    """The ranks of a process group, with its collectives. By default, a single process, which sends nothing."""
+    """The ranks of a process group, and its collectives. By default, a single process that does not communicate."""
 
     def __init__(self, rank: int = 0, size: int = 1, group: dist.ProcessGroup | None = None) -> None:
         """Wrap a process group.
@@ -191,7 +191,7 @@ class Timeouts:
     """
 
     def __init__(self, wanted: Timeout) -> None:
-        """Set the timeouts. Raises ConfigError for an unknown phase and for a value that is not a positive number."""
+        """Set the timeouts. Raises ConfigError for an unknown phase or a value that is not a positive number."""
         limits: Mapping[Phase, float] = wanted if isinstance(wanted, Mapping) else dict.fromkeys(PHASES, wanted)
         for phase, seconds in limits.items():
             if phase not in PHASES:

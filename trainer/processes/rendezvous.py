@@ -203,13 +203,13 @@ def _open_store(address: Rendezvous, rank: int, world_size: int, timeout: timede
 
 
 def host_store(host: str, port: int, one_node: bool) -> "Store":
-    """Serve a store on `port` (0: any free port) of `host`, or of all interfaces if `host` is not this machine's."""
+    """Serve a store on `port` (0: any free port) of `host`, or of all interfaces if `host` cannot be bound."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except socket.gaierror as error:
-        raise ConfigError(f"Unknown address {host!r}: {error.strerror}. Set MASTER_ADDR to that of rank 0.") from error
+        raise ConfigError(f"Unknown host {host!r}: {error.strerror}. Set MASTER_ADDR to rank 0's address.") from error
     bind_to = str(address[0])
     if is_loopback(bind_to) and not one_node and not is_loopback(host):
         bind_to = ""  # Debian resolves a machine's name to a loopback address, which other nodes cannot reach
@@ -237,7 +237,7 @@ def host_store(host: str, port: int, one_node: bool) -> "Store":
 
 
 def _await_all_ranks(store: "Store", rank: int, world_size: int, address: Rendezvous, timeout: timedelta) -> None:
-    """Wait until every rank has joined. Raises ConfigError, with the missing or duplicate ranks."""
+    """Wait until every rank has joined. Raises a ConfigError that lists any missing or duplicate ranks."""
     seconds, pause = timeout.total_seconds(), 0.01
     deadline, failure = time.monotonic() + seconds, b""
     try:
@@ -285,7 +285,7 @@ def join_process_group(
     Args:
         init_method: "env://" (MASTER_ADDR and MASTER_PORT, or the variables of SLURM and MPI) or "tcp://host:port". By
             default, Legato's workers use their launcher's store, and all other processes use "env://".
-        device: the process's device if it has only one. NCCL then connects at once, so that a rank whose device is
+        device: the process's device if it has only one. NCCL then connects at once, so a rank whose device is
             missing fails here and not in the first step.
 
     Raises ConfigError if the address is in use or cannot be reached, or if ranks are missing after `timeout`.

@@ -75,7 +75,10 @@ def stack_of_error(error: BaseException) -> list[Frame]:
 
 
 def describe_stack(stack: list[Frame], alone: bool) -> tuple[str, bool]:
-    """Describe what a stack's thread is doing, and return whether it waits for other ranks. `alone`: there are none."""
+    """Return a description of what a stack's thread is doing, and whether the thread is waiting for other ranks.
+
+    `alone` is true if there are no other ranks.
+    """
     compiler = [index for index, frame in enumerate(stack) if frame.is_compiler]
     if compiler:  # start at its outermost frame, because generated code looks like the user's
         users = next((frame for frame in stack[compiler[-1] :] if frame.is_users), None)

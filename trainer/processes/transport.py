@@ -75,7 +75,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 def _needs_its_process(obj: Any) -> bool:
     """Return whether an object is a MosaicML dataset, which each process must create itself.
 
-    With a copied dataset, the ranks would wait for each other in the first epoch.
+    If the dataset were copied, the ranks would wait for each other in the first epoch.
     """
     kind = getattr(sys.modules.get("streaming.base.dataset"), "StreamingDataset", None)
     return kind is not None and isinstance(obj, kind)
@@ -183,7 +183,7 @@ def _import_or_make(name: str) -> ModuleType:
 def modules_beside_script() -> list[str]:
     """Return the modules that the script imported from its own folder, in import order.
 
-    A worker must also import modules that the script imports only for their side effects, such as a registration.
+    A worker must also import modules that the script imports only for their side effects, such as registration.
     Modules that are sent by value are left out.
     """
     file = getattr(sys.modules["__main__"], "__file__", None)
@@ -322,7 +322,7 @@ class Failure:
 
 
 def is_communication(error: BaseException) -> bool:
-    """Return whether an error only means that another rank has exited."""
+    """Return whether an error merely means that another rank has exited."""
     from torch.distributed import DistError
 
     if isinstance(error, LegatoError) or not isinstance(error, RuntimeError):

@@ -1,4 +1,4 @@
-"""CheckpointFormat: how a run's checkpoints are stored. All other file formats must implement this interface."""
+"""CheckpointFormat: the interface of checkpoint formats. DirectoryFormat is Legato's own format."""
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -15,7 +15,7 @@ from ..processes.ranks import Ranks
 class CheckpointFormat(Protocol):
     """Stores checkpoints in a format other than Legato's directories: `Trainer(checkpoint_format=MyFormat())`.
 
-    `contents` is a dict of plain containers, numbers, strings and tensors on any device. A resume is exact only if
+    `contents` is a dict of plain containers, numbers, strings and tensors on any device. Resuming is exact only if
     `read` returns the values that `write` received. If the strategy shards states, their tensors are DTensors, and each
     rank has a shard. Legato pickles the format when it starts the processes of a run.
     """
@@ -43,7 +43,7 @@ class CheckpointFormat(Protocol):
         Args:
             path: path of the checkpoint, which has not been verified yet.
             ranks: the processes of the run.
-            names: names in the task's state dict, for files of other programs that add a prefix to the names.
+            names: names in the task's state dict, for other programs' files, which may add a prefix to these names.
             in_parts: keys of contents in which a rank needs only its slices of sharded tensors. Returning full tensors
                 is also allowed.
 

@@ -81,7 +81,7 @@ def training_states(trainer: "Trainer") -> dict[str, Any]:
 
 
 def contents_after_workers(trainer: "Trainer", weights_only: bool) -> dict[str, Any]:
-    """Return the contents of a checkpoint after the run's worker processes, with its optimizers, have exited.
+    """Return the contents of a checkpoint after the run's worker processes, which had its optimizers, have exited.
 
     The contents are copied from the run's newest checkpoint. Raises TaskError if that checkpoint is not from the last
     step.
@@ -119,7 +119,7 @@ def hyperparameters_of(owner: "Hyperparameters", prefix: str = "") -> dict[str, 
     """Return an object's hyperparameters for a checkpoint, under Lightning's keys.
 
     The result includes the names of omitted hyperparameters. If a single argument contained all hyperparameters, the
-    result also includes its name.
+    result also includes that argument's name.
     """
     values, left_out = split_hyperparameters(owner)
     entries = {"hyper_parameters": values, "hparams_name": owner.__dict__.get("_hparams_name")}

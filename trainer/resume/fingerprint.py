@@ -2,12 +2,12 @@
 
     samples.*                    settings that determine the samples of each step
     training.*, schedulers.0.*   other settings that change the training
-    optimizers.0.groups.1.lr     settings of parameter groups, which a resume restores from the checkpoint
+    optimizers.0.groups.1.lr     settings of parameter groups, restored from the checkpoint on resume
     numerics.*                   settings and versions that change the last bits of a result
-    data.content                 content of the first batch that the run read; a resume reads this batch again
+    data.content                 content of the first batch that the run read; this batch is read again on resume
 
-A resume compares the checkpoint's fingerprint with the current fingerprint (`compare`). Names that are in only one of
-the two are not reported.
+On resume, the checkpoint's fingerprint is compared with the current fingerprint (`compare`). Names that are in only
+one of the fingerprints are not reported.
 """
 
 import os
@@ -121,7 +121,7 @@ def samples_of(trainer: TrainerArguments, loader: Any, rounds: int | None, dealt
     """Return the settings that determine the samples of each step, as far as the training loader reveals them.
 
     Args:
-        rounds: number of batches of each replica in an epoch; None if unknown.
+        rounds: number of batches per replica in an epoch; None if unknown.
         dealt_out: True if Legato shards the samples across processes, False if each process's loader yields a
             different share.
     """
@@ -141,7 +141,7 @@ def samples_of(trainer: TrainerArguments, loader: Any, rounds: int | None, dealt
 
 
 def _describe_loader(loader: Any, dealt_out: bool) -> dict[str, Any]:
-    """Return the settings that determine a loader's samples, without the length if the loader may yield a share."""
+    """Return the settings that determine a loader's samples, without its length if it may yield only a share."""
     batch_sampler, sampler = getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)
     dataset = getattr(loader, "dataset", None)
     samples = length_of(dataset) if dataset is not None else length_of(loader)

@@ -75,7 +75,7 @@ def _build_from_checkpoint(
     hparams_file: str | Path | None,
     replaced: Mapping[str, Any],
 ) -> Built:
-    """Call `kind` with the checkpoint's hyperparameters, as overridden by those in the file and then in `replaced`.
+    """Call `kind` with the checkpoint's hyperparameters, overridden first by those in the file and then by `replaced`.
 
     Raises CheckpointError if an argument is missing.
     """

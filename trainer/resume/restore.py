@@ -89,7 +89,7 @@ def load_task_weights(
 
 # --- optimizers -------------------------------------------------------------------------------------------------------
 def add_saved_groups(task: "Task", optimizers: Sequence[Optimizer], saved: Mapping[str, Any]) -> None:
-    """Add to the optimizers the parameter groups that the saved run added after configure_optimizers (finetuning).
+    """Add the parameter groups that the saved run added to its optimizers after configure_optimizers (finetuning).
 
     Only groups with a frozen parameter are added. If any other group is missing, configure_optimizers has changed,
     which is an error.
@@ -105,7 +105,7 @@ def add_saved_groups(task: "Task", optimizers: Sequence[Optimizer], saved: Mappi
 
 # --- learning rate schedulers -----------------------------------------------------------------------------------------
 class Replay(NamedTuple):
-    """Result of advancing a learning rate scheduler, whose settings have changed, to the saved step."""
+    """Result of advancing a learning rate scheduler with changed settings to the saved step."""
 
     optimizer: int
     """Index of the scheduler's optimizer."""
@@ -116,8 +116,8 @@ class Replay(NamedTuple):
 def replay_schedules(trainer: "Trainer", saved: Mapping[str, Any], before: Mapping[str, Any]) -> dict[int, Replay]:
     """Advance each scheduler whose settings have changed to the saved step. Return the replays by scheduler index.
 
-    The learning rate then follows the current schedule. Schedulers are not replayed if they use ReduceLROnPlateau, if
-    the task steps them, or if an optimizer has several of them, because each multiplies the others' results.
+    The learning rate then follows the current schedule. Schedulers are not replayed if they include ReduceLROnPlateau,
+    if the task steps them, or if an optimizer has several of them, because each multiplies the others' results.
     """
     optimization, replays = trainer.current_run.optimization, {}
     optimizers = [getattr(optimizer, "original", optimizer) for optimizer in optimization.optimizers]
@@ -329,7 +329,7 @@ def load_rest(trainer: "Trainer", saved: Mapping[str, Any], resumes: bool) -> No
 
 
 def _require_complete(trainer: "Trainer", saved: Mapping[str, Any]) -> None:
-    """Raise CheckpointError if a checkpoint contains only weights, or other numbers of optimizers or schedulers."""
+    """Raise CheckpointError if a checkpoint has only weights, or a different number of optimizers or schedulers."""
     run = trainer.current_run
     if "state" not in saved:
         foreign = run.source is not None and is_file(to_location(run.source))

@@ -108,7 +108,7 @@ class Saver:
             if is_new and any(not find.is_checkpoint_of(self.run_id, path) for path in find.checkpoints_in(folder)):
                 raise ConfigError(
                     f"Checkpoint: dirpath {str(folder)!r} contains checkpoints of another run, which this run would "
-                    f"overwrite. Resume from one, choose another folder, or omit dirpath to use the run directory."
+                    f"overwrite. Resume that run, choose another folder, or omit dirpath to use the run directory."
                 )
 
         is_new = self.trainer.global_step == 0 and not patient and restart_count() == 0
@@ -227,8 +227,8 @@ class Saver:
     def save_after_error(self, path: Location, weights_only: bool = False) -> bool:
         """Write a checkpoint of the last finished step from an `on_exception` hook. Return whether it was written.
 
-        A step or validation in progress is dropped, and a resume repeats it. If the run has several processes, nothing
-        is written, because other processes may have failed or may be in another step.
+        A step or validation in progress is discarded, and is repeated after a resume. If the run has several processes,
+        nothing is written, because other processes may have failed or may be in another step.
         """
         trainer, run = self.trainer, self.trainer.current_run
         if run.stage != "fit" or not run.is_complete or not trainer.global_step:
@@ -320,7 +320,7 @@ class Saver:
             self.format.remove(self._for_format(path), self.run_id)
 
     def discard(self, path: Location) -> None:
-        """Delete a checkpoint that is no longer needed. Warn if somebody has deleted, moved or changed it."""
+        """Delete a checkpoint that is no longer needed. Warn if it was deleted, moved or changed in the meantime."""
         if self.trainer.is_global_zero:
             self.writer.wait()
             try:

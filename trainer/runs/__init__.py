@@ -1,4 +1,4 @@
-"""Reads run directories without importing torch, as `legato.runs` and for the `runs`, `show` and `compare` commands.
+"""Reads run directories without importing torch, for `legato.runs` and the commands `runs`, `show` and `compare`.
 
 run = legato.runs.open("digits")     # a path, or the newest run of a name below runs/
 print(run.state, run.step, run.best)

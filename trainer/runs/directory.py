@@ -69,7 +69,7 @@ class BestValue:
 class RunDirectory:
     """The contents of a run directory. Each property reads its files on first use.
 
-    A missing or damaged file does not raise an error. Values that would be read from it are then None or empty.
+    If a file is missing or damaged, no error is raised, and the values from that file are None or empty.
     """
 
     def __init__(self, path: Path, root: Path | None = None) -> None:
@@ -238,13 +238,13 @@ class RunDirectory:
 
     @property
     def best_checkpoint(self) -> CheckpointEntry | None:
-        """The complete checkpoint with the best value; None if there is none or if the best one is unknown."""
+        """The complete checkpoint with the best value; None if no checkpoint is complete or the best is unknown."""
         best = find.best_checkpoints(checkpoints_of(self.path), identity_of(self.path))
         return _checkpoint(best[0]) if best else None
 
     @cached_property
     def best(self) -> BestValue | None:
-        """Best value of the metric that ranks the checkpoints, otherwise of a loss; None if neither was logged."""
+        """Best value of the metric that ranks the checkpoints or, without such a metric, of a loss; None if unknown."""
         metric, mode = self.status.get("monitor"), str(self.status.get("mode", "min"))
         value = _number_in(self.status, "best")
         if metric and value is not None and "ended" in self.status:

@@ -121,7 +121,7 @@ def log_wait(folder: object, holder: dict[str, Any], seconds: float) -> None:
 
 
 def refusal(folder: object, holder: dict[str, Any]) -> str:
-    """Return a message that a folder is in use by another run, with advice."""
+    """Return an error message, with advice, for a folder that another run is using."""
     return (
         f"{folder} is in use by {describe(holder)}; nothing was changed. Wait until it ends, or end it. To start a "
         f"separate run, set another run.name or leave resume out."

@@ -2,8 +2,8 @@
 
 The lock is an object, `.lock`, which the holder creates and rewrites every BEAT seconds. A run on the holder's machine
 takes the lock at once if the holder's process is dead. A run on another machine takes the lock if the object has not
-changed for LEASE seconds by that machine's clock. An object store cannot guarantee a lock: a holder that was suspended
-for a long time learns only at its next save that it has lost the lock.
+changed for LEASE seconds by that machine's clock. An object store cannot guarantee an exclusive lock: a holder that was
+suspended for a long time learns only at its next save that it has lost the lock.
 """
 
 import json

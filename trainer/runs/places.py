@@ -48,7 +48,7 @@ def versions(root: Location, name: str) -> list[Path]:
 def versions_to_resume(root: Location, name: str) -> list[Path]:
     """Return the run directories that resume=auto considers, oldest first.
 
-    A requeued SLURM job considers only its own runs, because other jobs may have started runs with the same name since.
+    A requeued SLURM job considers only its own runs, because other jobs may have since started runs with the same name.
     """
     directories, job = versions(root, name), requeued_job()
     return [path for path in directories if job is not None and job in jobs_of(remote.refresh(path))] or directories
@@ -110,7 +110,7 @@ def _require_text(root: Path) -> None:
 
 
 def write_config(directory: Path, text: str, explicit: str | None, weights: Location | None) -> None:
-    """Store the config of a run. An evaluation is stored with the checkpoint (`weights`) so that it can be repeated."""
+    """Store the config of a run. For an evaluation, include the checkpoint (`weights`) so that it can be repeated."""
     if weights is not None:
         line = f"checkpoint: {json.dumps(str(to_absolute(weights)), ensure_ascii=False)}"
         # a function, because re.sub interprets backslashes in a string; a JSON string is also a YAML string
@@ -249,7 +249,7 @@ class StoredRun:
     def weights(self, folders: Sequence[Location]) -> Location:
         """Return the checkpoint to evaluate, and log it. The run may also have saved checkpoints in `folders`.
 
-        Skips damaged checkpoints with a warning. Raises CheckpointError if there is no complete checkpoint.
+        Damaged checkpoints are skipped with a warning. Raises CheckpointError if there is no complete checkpoint.
         """
         newest = self._newest(folders)
         if newest is None:

@@ -77,7 +77,7 @@ def add_start(directory: Path, facts: Mapping[str, Any], save_code: bool, config
 
 
 def command_of_process() -> dict[str, Any]:
-    """Return this process's command, and which Trainer of the script is calling.
+    """Return this process's command, and which of the script's Trainers is calling.
 
     "script" is the file that runs as `__main__` (None in a notebook), "module" is the module after `python -m`,
     "trainer" is the Trainer's number in the script, and "fit" is the number of the Trainer's run.
@@ -109,7 +109,7 @@ def start_config(directory: Path, number: int) -> Path:
 
 
 def store_config(directory: Path, config: str, explicit: str | None) -> None:
-    """Write the config with which the run trains to its directory, in full and without defaults (`explicit`)."""
+    """Store the config with which a run trains in the run directory, in full and without defaults (`explicit`)."""
     for name, text in ((CONFIG, config), (GIVEN_CONFIG, explicit)):
         if text is not None:
             replace_text(directory / name, text)

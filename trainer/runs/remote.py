@@ -60,7 +60,7 @@ class RemoteLock(RunLock):
         vars(self).update(state)
 
     def take(self, patient: bool = False) -> None:
-        """Take both locks, download files that the run wrote elsewhere, and start to mirror the local folder."""
+        """Take both locks, download files that the run wrote elsewhere, and start mirroring the local folder."""
         super().take(patient)
         try:
             self.object.take(patient)
@@ -141,7 +141,7 @@ class Mirror:
     def download(self) -> None:
         """Download files that are missing in the local folder or differ there. Raises ConfigError.
 
-        A local file that starts with the stored contents is kept: it is more recent if the run was killed here.
+        A local file that starts with the stored contents is kept, because it is more recent if the run was killed here.
         """
 
         def fetch(name: str) -> None:
@@ -176,7 +176,7 @@ def names_in(folder: Address) -> list[str]:
 
 
 def make(run: Address, record: bytes) -> Path | None:
-    """Create a run directory in a store by writing its `run.json`. Return its local folder; None if the run exists."""
+    """Create a run directory in a store by writing `run.json`. Return its local folder; None if it already exists."""
     folder, place = local_folder(run), f"{run}/{RUN_FILE}"
     if names_in(run) or is_held(folder):
         return None
@@ -207,7 +207,7 @@ def refresh(folder: Path) -> Path:
 
 
 def copy_of(root: Address) -> Path:
-    """Download the files at and below an address that readers of runs need. Return their folder, deleted at exit."""
+    """Download what readers of runs need from an address. Return the local folder, which is deleted at exit."""
     area = f"read-{os.getpid()}"  # not the folder to which a run on this machine may be writing
     folder = local_folder(root, area)
     atexit.register(shutil.rmtree, cache_folder() / area, ignore_errors=True)

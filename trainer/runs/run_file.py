@@ -56,7 +56,7 @@ class RunFile:
         _replace(directory, {**read(directory), **values})
 
     def end(self, directory: Path, stage: str, values: Mapping[str, Any], error: BaseException | None) -> None:
-        """Record how the run ended. A resume that was rejected before it started leaves the file unchanged."""
+        """Record how the run ended. If a resume was rejected before it started, the file is left unchanged."""
         if _owns(directory, stage) and (self._started or read(directory)["state"] == STARTING):
             _replace(directory, {**read(directory), **self._started, **values, "ended": time.time(), **_outcome(error)})
 

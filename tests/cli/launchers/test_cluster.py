@@ -254,7 +254,7 @@ def test_the_rank_that_failed_first_is_named(folder):
 def test_another_number_of_devices_is_refused(folder):
     code, out = said("srun", "-n2", "-N1", sys.executable, "own.py", "one")
     assert code == 1, out
-    assert "devices=1 and num_nodes=1 request 1 processes on each of 1 nodes, but slurm started 2 processes" in out
+    assert "devices=1 and num_nodes=1 request 1 process per node on 1 node, but slurm started 2 processes" in out
 
 
 # --- ray --------------------------------------------------------------------------------------------------------------
