@@ -185,7 +185,7 @@ def test_unsupported_settings_are_refused_by_name(results, name):
 @pytest.mark.parametrize(
     ("task", "kind", "message"),
     [
-        (Dropping, ConfigError, "'noise' contains a Dropout, which differs between training"),
+        (Dropping, ConfigError, "'noise' contains a Dropout, which behaves differently in training"),
         (Made, TaskError, "functions that return a module"),
     ],
 )

@@ -169,7 +169,7 @@ def _continue_at(run: "Run", place: Place, newest: MemberState) -> None:
 
 
 def repeat_after_step(run: "Run") -> None:
-    """Repeat the logging of the last step, because a broken connection may have interrupted it.
+    """Log the values of the last step again, because a broken connection may have interrupted the first attempt.
 
     All members must call this.
     """

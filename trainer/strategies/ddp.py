@@ -205,7 +205,7 @@ class DDPStrategy(GroupStrategy):
         """Send zero gradients, because the all-reduce waits for every parameter on every rank."""
         if after_forward and self.data_ranks.size > 1 and self.task is not None and self.task.trainer.sync_batchnorm:
             raise TaskError(
-                f"training_step returned None in step {self.task.global_step + 1}, but with sync_batchnorm=true other "
+                f"training_step returned None in step {self.task.global_step + 1}, but with sync_batchnorm=true, other "
                 f"ranks wait for this batch's backward pass. Return the loss times 0.0 instead."
             )
         if self.ddp is not None and last:

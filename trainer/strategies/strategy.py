@@ -138,8 +138,8 @@ class Strategy:
         """Join the other processes of the run. Raises ConfigError if the strategy does not support this layout."""
         if place.world_size > 1:
             raise ConfigError(
-                f"strategy {self.name!r} runs in one process, but this run has {place.world_size}. Use strategy ddp, "
-                f"or set trainer.cluster=off so that each process trains independently."
+                f"strategy {self.name!r} runs in one process, but this run has {place.world_size} processes. "
+                f"Use strategy ddp, or set trainer.cluster=off so that each process trains independently."
             )
         refuse_duplicates(devices)
         self.place, self.devices = place, list(devices)

@@ -1,4 +1,4 @@
-"""Sums of the replicas' gradients in a fixed binary tree. They are bitwise identical for any number of processes."""
+"""Sums of replicas' gradients in a fixed binary tree. The sums are bitwise identical for any number of processes."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence

@@ -98,8 +98,8 @@ def build_served_modules(task: "Task", names: Sequence[str], seed: int) -> None:
         for inner in served.module.modules():
             if isinstance(inner, REFUSED):
                 raise ConfigError(
-                    f"remote_modules: {name!r} contains a {type(inner).__name__}, which differs between training and "
-                    f"evaluation, but a server handles both at the same time. Move this module to the task."
+                    f"remote_modules: {name!r} contains a {type(inner).__name__}, which behaves differently in "
+                    f"training and evaluation, but a server handles both at once. Move this module to the task."
                 )
 
 

@@ -69,8 +69,8 @@ def refuse_optimizers(name: str, task: "Task", optimizers: Sequence[Optimizer], 
         )
     if len(optimizers) > 1 and is_pipeline:
         raise ConfigError(
-            f"A pipeline (strategy {name!r}) supports only one optimizer, got {len(optimizers)}, because a stage may "
-            f"have no parameters of an optimizer. Use several parameter groups, or strategy fsdp or ddp."
+            f"A pipeline (strategy {name!r}) supports only one optimizer, got {len(optimizers)}, because an "
+            f"optimizer may have no parameters in a stage. Use several parameter groups, or strategy fsdp or ddp."
         )
     # torchao compiles its update, which is wrong for an empty shard, even with plain fully_shard (torch 2.13 and
     # torchao 0.18)
@@ -92,8 +92,8 @@ def refuse_compile(name: str, options: bool | Mapping[str, Any], sizes: Sizes) -
         )
     if sizes.tensor * sizes.pipeline > 1:
         raise ConfigError(
-            f"trainer.compile: torch's compiler fails on layers that are split across processes. Leave compile out if "
-            f"tensor={sizes.tensor} and pipeline={sizes.pipeline}."
+            f"trainer.compile: torch's compiler fails on layers that are split across processes. With "
+            f"tensor={sizes.tensor} and pipeline={sizes.pipeline}, leave compile out."
         )
 
 
@@ -173,7 +173,7 @@ class MeshStrategy(GroupStrategy):
 
     # --- processes --------------------------------------------------------------------------------------------------
     def join(self, place: Place, devices: Sequence[torch.device], precision: str | int) -> None:
-        """Join the process group and make the mesh. Raises ConfigError if the axes do not match the world size."""
+        """Join the process group and create the mesh. Raises ConfigError if the axes do not match the world size."""
         self.sizes = fit_sizes(self.asked, place.world_size, place.nodes)
         shards, processes = self.tensor_shards, self.sizes.tensor
         if shards is not None and (shards < processes or shards % processes):

@@ -70,7 +70,7 @@ def plan_of(task: "Task") -> dict[str, str]:
             if word not in HUB_WORDS:
                 raise ConfigError(
                     f"The tensor-parallel plan of {type(modules[model]).__name__} has style {word!r} for {names}, but "
-                    f"Legato only supports {', '.join(HUB_WORDS)}. Define tensor_plan() in {type(task).__name__} with "
+                    f"Legato supports only {', '.join(HUB_WORDS)}. Define tensor_plan() in {type(task).__name__} with "
                     f"other layers, or use shard instead of tensor."
                 )
             if HUB_WORDS[word] != WHOLE:

@@ -83,7 +83,7 @@ class PipelineMeshStrategy(MeshStrategy):
 
     # --- processes --------------------------------------------------------------------------------------------------
     def join(self, place: Place, devices: Sequence[torch.device], precision: str | int) -> None:
-        """Join the process group and make the mesh. Raises ConfigError for options that a pipeline does not support."""
+        """Join the process group and create the mesh. Raises ConfigError for options that pipelines do not support."""
         stages = fit_sizes(self.asked, place.world_size, place.nodes).pipeline
         if stages > 1:
             check_counts(self.split, stages)
