@@ -34,7 +34,7 @@ DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
 class Strategy(strategy.Strategy):
-    """Base class of strategies with Lightning's attributes. A Trainer accepts only its subclasses."""
+    """Base class of strategies with Lightning's attributes. A Trainer accepts only subclasses of this class."""
 
     strategy_name = ""
     """Lightning's name for the strategy."""
@@ -154,7 +154,7 @@ class Strategy(strategy.Strategy):
         return reduced / self.place.world_size if word in ("mean", "avg") else reduced
 
     def all_gather(self, tensor: Any, group: Any = None, sync_grads: bool = False) -> Any:
-        """Return the tensors of all ranks, stacked. If there is only one process, return `tensor` unchanged."""
+        """Return the stacked tensors of all ranks. If there is only one process, return `tensor` unchanged."""
         if self.place.world_size == 1 or self.task is None:
             return tensor
         return self.task.all_gather(tensor, group, sync_grads)

@@ -235,7 +235,7 @@ class Trainer(TrainerAttributes):
         self.epoch_is_cut, self.in_epoch = False, True
 
     def hide_modes(self) -> None:
-        """Set all modules to training mode until `show_modes`, so that Legato's loop does not change any modes."""
+        """Set all modules to training mode until `show_modes` is called, so that Legato's loop changes no modes."""
         # by name, because on_fit_start may have replaced a submodule
         self.modes_before = {name: submodule.training for name, submodule in self.lightning_module.named_modules()}
         if self.current_run.training_data.rounds:  # otherwise on_train_start does not run and restore the modes

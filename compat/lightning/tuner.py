@@ -185,7 +185,7 @@ class Tuner:
         if any(hasattr(source, "__iter__") for source in data.values()):
             raise ConfigError(
                 "scale_batch_size cannot change the fixed batch size of loaders. Define the loaders in the module "
-                f"or a data module, and use its attribute {batch_arg_name!r} as their batch size."
+                f"or a data module, with the attribute {batch_arg_name!r} as the batch size."
             )
         if self._trainer.fast_dev_run:
             rank_zero_warn("Skipping batch size scaler since `fast_dev_run` is enabled.")

@@ -121,7 +121,7 @@ class ModelCheckpoint(Checkpoint):
 
     def __validate_init_configuration(self) -> None:
         if self.save_top_k < -1:
-            raise ConfigError(f"ModelCheckpoint: save_top_k must be -1 or more, got {self.save_top_k}.")
+            raise ConfigError(f"ModelCheckpoint: save_top_k must be at least -1, got {self.save_top_k}.")
         for name, count in (
             ("every_n_train_steps", self._every_n_train_steps),
             ("every_n_epochs", self._every_n_epochs),

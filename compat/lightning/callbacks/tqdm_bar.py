@@ -61,9 +61,9 @@ def stage_bar(stage: str) -> Any:
 class TQDMProgressBar(ProgressBar):
     """Uses tqdm to show a bar for each epoch and each evaluation on standard output.
 
-    The bar is redrawn at most ten times per second, or every ten seconds if standard output is not a terminal. It is
-    always redrawn after the last batch. To change the bars, override `init_train_tqdm` and similar methods. To change
-    the values shown, override `get_metrics`.
+    The bar is redrawn at most ten times per second, or once every ten seconds if standard output is not a terminal. It
+    is always redrawn after the last batch. To change the bars, override `init_train_tqdm` and similar methods. To
+    change the values shown, override `get_metrics`.
 
     Args:
         refresh_rate: Number of batches between updates. 0 disables the bar.
