@@ -42,4 +42,7 @@ class CheckpointCallback(MonitoringCallback):
         """Save before the last validation of a run that stops mid-epoch. Every rank must call this method."""
 
     def save(self, trainer: "Trainer", always: bool = False) -> None:
-        """Save the current state; if `always`, even if it would not be kept. Every rank must call this method."""
+        """Save the current state. With `always`, save it even if it would not be kept.
+
+        Every rank must call this method.
+        """

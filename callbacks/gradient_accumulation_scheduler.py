@@ -45,7 +45,7 @@ class GradientAccumulationScheduler(Callback):
         return self.scheduling[max(first for first in self.epochs if first <= epoch)]
 
     def setup(self, trainer: "Trainer", task: "Task", stage: str) -> None:
-        """Set the value for the first epoch. Raises ConfigError if `trainer.accumulate_grad_batches` is also set."""
+        """Set the batches per step of epoch 0. Raises ConfigError if `trainer.accumulate_grad_batches` is also set."""
         if stage != "fit":
             return
         if trainer.accumulate_grad_batches != 1:

@@ -42,7 +42,7 @@ class LearningRateMonitor(Callback):
         self.log_momentum, self.log_weight_decay = log_momentum, log_weight_decay
         self._logged_step = -1
         self._rates_of_step: tuple[int, dict[str, float]] | None = None
-        """A step and the rates to log once it completes. Until then, a hook may skip the rest of the epoch."""
+        """A step and the rates to log once the step completes. Until then, a hook may skip the rest of the epoch."""
 
     def on_train_batch_start(self, trainer: "Trainer", task: "Task", batch: Any, batch_idx: int) -> None:
         """Record the learning rates once per logging point, before a scheduler with interval "step" changes them."""

@@ -45,7 +45,7 @@ class ThroughputMonitor(Callback):
         self._restart(trainer, time.perf_counter())
 
     def on_train_batch_start(self, trainer: "Trainer", task: "Task", batch: Any, batch_idx: int) -> None:
-        """Add the time spent waiting for this batch."""
+        """Add the time spent waiting for this batch to the total."""
         if self._ended and (self._device is None or self._is_idle()):
             self._waited += time.perf_counter() - self._ended
 

@@ -76,7 +76,7 @@ class WeightAveraging(Callback):
         return True
 
     def average(self, averages: "torch.Tensor", weights: "torch.Tensor") -> None:
-        """Update `averages` in place with `weights`, a tensor of the same shape. The first update does not use it."""
+        """Update `averages` in place with `weights` of the same shape. The first update does not call this method."""
         # a running mean, since a growing sum would lose precision
         averages.lerp_(weights, 1.0 / (self.updates + 1))
 

@@ -91,7 +91,7 @@ class Report:
 
         The first steps also load code, start loader workers and allocate memory.
         """
-        # all ranks wait for the gradients of the slowest
+        # all ranks wait for the slowest rank's gradients
         later = [record.seconds[len(record.seconds) // 2 :] for record in self.records if record.seconds]
         return max(map(median, later), default=None)
 

@@ -18,7 +18,7 @@ _legato_config_words() {
 
 
 def run_completion(options: Namespace) -> None:
-    """Print the script. Raises ConfigError if the shtab package is missing."""
+    """Print the completion script. Raises ConfigError if the shtab package is missing."""
     try:
         import shtab
     except ImportError as error:

@@ -204,7 +204,7 @@ def compare_outputs(expected: Sequence[Tensor], exported: Sequence[Tensor]) -> N
         torch.testing.assert_close(list(exported), list(expected), rtol=0.0, atol=limit, check_dtype=False)
     except AssertionError as error:
         difference = " ".join(str(error).split())
-        raise CheckpointError(f"The exported outputs differ from the task's; no file was kept. {difference}") from error
+        raise CheckpointError(f"Exported outputs differ from the task's, so no file was kept. {difference}") from error
 
 
 # --- formats ----------------------------------------------------------------------------------------------------------

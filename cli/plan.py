@@ -80,7 +80,7 @@ class StateSize:
         return self.weights + self.buffers + (self.optimizer or 0)
 
     def describe(self) -> str:
-        """Return the total and its components as one line of text."""
+        """Return the total size and its components as one line of text."""
         unknown = "" if self.optimizer is not None else " plus the optimizer's"
         optimizer = "unknown" if self.optimizer is None else format_bytes(self.optimizer)
         parts = [f"parameters {format_bytes(self.weights)}", f"gradients {format_bytes(self.gradients)}"]

@@ -28,7 +28,7 @@ def run_replay(options: Namespace) -> None:
     """Run `legato replay`."""
     values, overrides = read_words(options.words, ("step", "until", "replica"), ("save",))
     if "step" not in values:
-        raise ConfigError("legato replay needs a run directory and a step: RUN step=1234, or RUN step=1000 until=2000.")
+        raise ConfigError("legato replay needs a run and a step, such as legato replay RUN step=1000 until=2000.")
     first, last = int(values["step"]), int(values.get("until", values["step"]))
     check_steps(first, last)
     replica = int(values["replica"]) if "replica" in values else None
@@ -67,7 +67,7 @@ def checkpoint_path(word: str, step: int) -> Path:
 
 
 def outside_of_runs(word: str, option: str) -> Path:
-    """Return the folder in an option's value. Raises ConfigError for a folder inside a run directory."""
+    """Return the folder that an option specifies. Raises ConfigError if it is inside a run directory."""
     require_local(word, option)
     folder = Path(word).absolute()
     # resolved, since a link may point into a run, whose files a replay would replace

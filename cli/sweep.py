@@ -123,8 +123,8 @@ def list_values(axes: Sequence[Axis], count: int | None, seed: int) -> list[Valu
         return [{axis.key: axis.draw(source) for axis in axes} for source in sources]
     if math.prod(len(axis.texts) for axis in axes) > MOST_VALUES:
         raise ConfigError(
-            f"A sweep may have at most {MOST_VALUES:,} combinations. Use fewer values, or an interval, "
-            f"uniform(LOW,HIGH) or log(LOW,HIGH), with --random N."
+            f"A sweep may have at most {MOST_VALUES:,} combinations. Use fewer values, or --random N "
+            f"with an interval: uniform(LOW,HIGH) or log(LOW,HIGH)."
         )
     combinations = itertools.product(*(axis.texts for axis in axes))
     grid = [{axis.key: text for axis, text in zip(axes, texts, strict=True)} for texts in combinations]
@@ -207,7 +207,7 @@ class Trial:
             )  # fmt: skip
 
     def end(self, metric: str, mode: str) -> None:
-        """Read the result after the process has exited."""
+        """Read the result after the process exits."""
         assert self.process is not None
         # the run directory holds the state; the exit code matters only if the run did not start
         code, self.process = self.process.returncode, None

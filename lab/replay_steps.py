@@ -43,7 +43,7 @@ NOT_REPLAYED = (
 """Callbacks that only write files, show progress or measure time, and do not affect the result of a step."""
 # float32 has 7 digits; training loses some of them over the steps between checkpoints
 SAME_BUT_ROUNDING = 1e-3
-"""Largest relative difference at which two values count as equal up to rounding."""
+"""Largest relative difference at which two values are considered equal up to rounding."""
 
 
 def new_directory(run: Path, mark: str = REPLAY) -> Path:

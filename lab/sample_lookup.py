@@ -147,7 +147,7 @@ def steps_of(data: TrainingData, epoch: int) -> int | None:
 
 
 def step_at(data: DealtData, epoch: int, step: int) -> StepInput:
-    """Return a step of an epoch without loading its data. Each `batch` is None."""
+    """Return a step of an epoch without loading its data. The `batch` of each item is None."""
     return next(data.steps(*data.order_and_deal(epoch), step, repeat(None)))
 
 
@@ -186,7 +186,7 @@ def shown_sample(index: Any) -> str:
 
 
 def shown_steps(lookup: SampleLookup, index: Any, until: int | None, replica: int | None) -> Iterator[str]:
-    """Yield lines that list the steps of a sample. Raises DataError for a stream."""
+    """Yield lines that list the steps that used a sample. Raises DataError for a stream."""
     last, count = lookup.history.last_step, 0
     until = min(until or last, last)
     for step in range(1, until + 1):

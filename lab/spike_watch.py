@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 log = logging.getLogger("legato")
 
 SPIKES = "spikes.jsonl"
-"""File in the run directory with one line per spike. If a step has several lines, the last line is valid."""
+"""File in the run directory with one line per spike. If a step has several lines, only the last one is valid."""
 LEAST = 10
 """Number of steps before the first check."""
 NORMAL = 1.4826
 """Standard deviation of a normal distribution divided by its median absolute deviation."""
 LEAST_SPREAD = 0.01
-"""Minimum spread relative to the median, so that small changes of a nearly constant loss are not spikes."""
+"""Minimum spread relative to the median, so that small changes in a nearly constant loss are not spikes."""
 
 
 class SpikeWatch(Callback):

@@ -52,7 +52,7 @@ NOT_DETERMINISTIC = "Recomputing these steps twice gave different results, so an
 
 @dataclass
 class Segment:
-    """The steps between two checkpoints (or from the start to the first one), and the result of recomputing them."""
+    """The steps between two checkpoints, or before the first checkpoint, and the result of recomputing them."""
 
     source: CheckpointRecord | None
     target: CheckpointRecord

@@ -1,4 +1,4 @@
-"""Digits: an example of an image task, a small convolutional network for 8 x 8 handwritten digits.
+"""Digits: an example task, a small convolutional network that classifies 8 x 8 images of handwritten digits.
 
 The images in `digits.csv.gz` are the test set of "Optical Recognition of Handwritten Digits" by E. Alpaydin and
 C. Kaynak (https://doi.org/10.24432/C50P49), licensed under CC BY 4.0. The file comes from scikit-learn.

@@ -36,7 +36,7 @@ class SchedulerConfig:
     name: str | None = None
     """Name under which LearningRateMonitor logs the learning rate."""
     reduce_on_plateau: bool = False
-    """Whether `step` takes the monitored metric."""
+    """Whether `step` accepts the monitored metric."""
 
     def is_due(self, interval: str, count: int) -> bool:
         """Return whether the scheduler steps after `count` steps or epochs, depending on `interval`."""

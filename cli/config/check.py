@@ -85,7 +85,7 @@ RUN = Signature({
     "save_code": _parameter("save_code"),
 })  # fmt: skip
 Place = Annotated[str, Rule("a path", bool)]
-"""A path, or an address in an object store. Kept as a string, since Path would drop a slash."""
+"""A path, or a URL in an object store. Kept as a string, since Path would drop a slash."""
 TOP = Signature({
     "seed": _parameter("seed"),
     "resume": Parameter(Literal["auto"] | Place | None, None, False),
@@ -519,7 +519,7 @@ def _list_names(names: Iterable[str]) -> str:
 
 
 def _message(mistakes: Sequence[Problem], layer: Layer) -> str:
-    """Return the message, one line per mistake. For a single mistake, add the argument's documentation."""
+    """Return an error message with one line per mistake. For a single mistake, add the argument's documentation."""
     parts = [(key, *text.partition("\n    ")) for key, text in mistakes[:_SHOWN]]
     lines = [" ".join(f"{layer.origin(key)}: {dotted(key)} {text}".splitlines()) for key, text, *_ in parts]
     if len(mistakes) > 1:

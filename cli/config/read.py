@@ -401,7 +401,7 @@ def own_directory(arguments: Sequence[str], merged: Layer) -> Path | None:
 
 
 def _shown(path: Path) -> str:
-    """Return a path for messages. A path below the working directory becomes relative."""
+    """Return a path as shown in messages: relative if it is below the working directory."""
     try:
         return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
     except OSError:  # the working directory is gone

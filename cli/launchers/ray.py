@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ..config.check import Config
 
 _SETTLE, _GRACE = 10.0, 20.0
-"""Seconds from a node's failure until the other nodes get SIGTERM and SIGKILL. Most of them exit before that."""
+"""Seconds from a node's failure until the other nodes receive SIGTERM and SIGKILL. Most nodes exit earlier."""
 _ANSWER = 10.0  # seconds within which a cluster's port must answer
 _RAY_POLL = 0.5  # seconds between polls of the nodes
 _LAST_LINES = 40  # number of lines of a failed node's output to repeat at the end

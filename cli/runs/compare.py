@@ -13,7 +13,7 @@ from .text import fitting, metric_names, number, table
 
 
 def run_compare(arguments: Namespace) -> None:
-    """Print the comparison. Raises ConfigError if a run is missing."""
+    """Print a comparison of the runs. Raises ConfigError if a run is missing."""
     if all(word.endswith(".jsonl") for word in arguments.runs):
         print(operations(arguments.runs))
         return

@@ -18,7 +18,7 @@ PAIRS_SHOWN = 6
 
 
 def run_runs(arguments: Namespace) -> None:
-    """Print the table. Raises ConfigError if the folder does not exist."""
+    """Print the table of runs. Raises ConfigError if the folder does not exist."""
     root = arguments.dir
     # the default folder may not exist before the first run
     runs = find_runs(root) if Path(root).is_dir() or root != ROOT else []
@@ -35,7 +35,7 @@ def run_runs(arguments: Namespace) -> None:
 
 
 def table_rows(runs: Sequence[RunDirectory]) -> list[list[str]]:
-    """Return the rows of the table, heading first."""
+    """Return the rows of the table of runs, heading first."""
     rows = [["name", "state", "step", "best", "duration", "differs by"]]
     for run, values in zip(runs, differing_values(runs), strict=True):
         best = "-" if run.best is None else f"{run.best.metric} {number(run.best.value)}"

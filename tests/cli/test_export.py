@@ -154,5 +154,5 @@ def test_outputs_are_compared_up_to_rounding() -> None:
     ones = torch.ones(2, 3)
     compare_outputs([ones], [ones + 1e-6])
     for outputs in (ones + 0.5, ones / 0 * 0, ones.T):
-        with pytest.raises(CheckpointError, match="differ from the task's; no file was kept"):
+        with pytest.raises(CheckpointError, match="differ from the task's, so no file was kept"):
             compare_outputs([ones], [outputs])
