@@ -389,7 +389,7 @@ def refuse_duplicates(devices: Sequence[torch.device]) -> None:
     """Raise ConfigError if a process would use the same device twice."""
     if devices[0].type != "cpu" and len(set(devices)) < len(devices):
         raise ConfigError(
-            f"trainer.devices is {first_names([*map(str, devices)])} for one process, which needs distinct devices. "
+            f"trainer.devices lists {first_names([*map(str, devices)])} for one process, which needs distinct devices. "
             f"To share a device, use several processes (strategy ddp)."
         )
 
