@@ -1,4 +1,4 @@
-"""The beginning and end of a run. All clean-up runs even after an error, and the caller receives the first error."""
+"""The beginning and end of a run. All clean-up is done even after an error, and the caller receives the first error."""
 
 import logging
 import traceback

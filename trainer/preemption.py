@@ -29,11 +29,14 @@ log = logging.getLogger("legato")
 
 
 class Preempted(BaseException):
-    """Raised on all ranks when they agree to end the run; `Preemption` then saves and exits."""
+    """Raised on all ranks when they agree to end the run; `Preemption` then saves a checkpoint and exits."""
 
 
 class Preemption:
-    """Signal handling for one call to fit. If Preempted is raised in its context, it saves a checkpoint and exits."""
+    """Context manager that handles signals during one call to fit.
+
+    If Preempted is raised, it saves a checkpoint and exits.
+    """
 
     def __init__(self, trainer: "Trainer", stage: str, agreement: Agreement) -> None:
         self.trainer, self.stage, self.agreement = trainer, stage, agreement

@@ -336,7 +336,7 @@ class Run(Call):
     def seed_hooks(self, hook: str) -> None:
         """Seed the generators equally on all ranks for a hook.
 
-        Otherwise, random numbers would depend on the last replica of each rank.
+        Otherwise, random numbers would depend on each rank's last replica.
         """
         state = self.state
         seed_generators(hook_key(state.seed, hook, state.global_step, state.epoch))
@@ -466,7 +466,7 @@ class Run(Call):
         self.optimization.begin_evaluation()
 
     def end_validation(self) -> None:
-        """Return to training after a validation, and agree with the other ranks on stopping."""
+        """Return to training after a validation, and agree with the other ranks on whether to stop."""
         self.optimization.end_evaluation()
         self.loop.doing = "train"
         self.metrics.open("train", fresh=False)
@@ -477,13 +477,16 @@ class Run(Call):
         self.loop.epoch_skipped, self.loop.samples_of_epoch = True, samples
 
     def steps_left(self) -> Iterator[StepInput]:
-        """Return the epoch's remaining steps; none if a hook at the start skipped the epoch or ended the run."""
+        """Return the epoch's remaining steps; none if a hook at its start skipped the epoch or ended the run."""
         if self.loop.epoch_skipped or self.schedule.stops_here():
             return iter(())
         return self.training_data.epoch(self.state.epoch, self.state.epoch_steps)
 
     def parts(self) -> dict[str, Stateful]:
-        """Return the parts that a checkpoint stores besides weights, optimizers and loop state, in restore order."""
+        """Return the parts that a checkpoint stores besides weights, optimizers and loop state.
+
+        The parts are restored in this order.
+        """
         data = {} if self.data.training is None else {"data": self.data.training}
         module = {} if self.datamodule is None else {"datamodule": self.datamodule}
         return {
@@ -496,6 +499,6 @@ class Run(Call):
         }
 
     def set_accumulation(self, batches: int) -> None:
-        """Set the number of batches per replica and step, from the current epoch on."""
+        """Set the number of batches per replica and step, starting with the current epoch."""
         self.trainer.accumulate_grad_batches = self.data.samples["accumulate_grad_batches"] = batches
         self.training_data.dealing = replace(self.training_data.dealing, accumulate=batches)

@@ -261,5 +261,5 @@ def test_what_a_run_keeps_cannot_be_changed(tmp_path):
     fit(tmp_path, max_steps=2)
     with pytest.raises(ConfigError, match="the run started with 2 replicas"):
         fit(tmp_path, replicas=3)
-    with pytest.raises(ConfigError, match="Start at most 2, or"):
+    with pytest.raises(ConfigError, match="Start at most 2 processes, or"):
         run_workers(lambda: fit(tmp_path, strategy="ddp", devices=3, replicas=None), 3)

@@ -77,8 +77,8 @@ def iterate_loader(batches: Iterator[Any], loader: Any = None, length: float = 0
         if count < length:
             raise DataError(
                 f"The dataset {type(loader.dataset).__name__} or the collate_fn of its loader raised StopIteration in "
-                f"batch {count + 1}, which looks like the end of the data. An iterator used there is exhausted. "
-                f"Recreate this iterator, or raise IndexError."
+                f"batch {count + 1}, which looks like the end of the data. The cause is an exhausted iterator. "
+                f"Recreate it, or raise IndexError instead."
             ) from error
     except Exception:
         end_loader_workers(batches)

@@ -135,7 +135,7 @@ class Layout:
         if self.processes > self.replicas:
             raise ConfigError(
                 f"There are more processes than replicas: this run has trainer.replicas={self.replicas}, but "
-                f"{self.processes} processes. Start at most {self.replicas}, or start a new run with "
+                f"{self.processes} processes. Start at most {self.replicas} processes, or start a new run with "
                 f"trainer.replicas={self.processes}."
             )
 
@@ -224,8 +224,8 @@ class Deal:
         """Return the non-empty batches of a step for some replicas, ordered by replica and then by round.
 
         Args:
-            leaders: blocks of replicas of other processes. Batches of the block with the most batches are appended
-                until this process has as many batches.
+            leaders: blocks of other processes' replicas. The first batches of the block with the most batches are
+                appended until this process has equally many batches.
         """
         # `span` is inlined, as this runs in every step
         full, samples, last, spans, count = self.batch_size, self.samples, self.rounds - 1, [], self.count

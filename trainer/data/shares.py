@@ -125,7 +125,7 @@ def differ(ranks: Sequence[Sequence[Sample]]) -> bool:
 
 
 def differs(samples: Sequence[Any]) -> bool:
-    """Return whether readings of one sample differ in a value that every reading has."""
+    """Return whether the ranks' hashes of one sample differ. A hash that is None on any rank is ignored."""
     if len({len(sample) for sample in samples}) > 1:
         return True
     return any(None not in values and len(set(values)) > 1 for values in zip(*samples, strict=True))

@@ -273,7 +273,7 @@ class Metrics:
                 )  # fmt: skip
 
     def watch(self, loss: Tensor) -> None:
-        """Store a loss, to check later whether it is finite."""
+        """Store a loss, so that a later check can show whether it is finite."""
         self.losses.append((loss.detach(), self.step))
         if len(self.losses) >= PENDING_LIMIT:
             self._first_bad_loss()
@@ -374,7 +374,7 @@ class Metrics:
         return [(series, total(series.kind, sums)) for series, sums in gathered.items()], maxima
 
     def with_values_of_step(self) -> list[Series]:
-        """Return the series with values of the latest step."""
+        """Return the series that have values from the latest step."""
         open_series = (self.series or {}).values()
         return [series for series in open_series if series.step_at == self.step and series.step]
 
@@ -525,12 +525,12 @@ class Metrics:
         self.open("train", fresh=False)
 
     def forget_epoch(self) -> None:
-        """Discard all sums of the training epoch, which has ended or starts over."""
+        """Discard all sums of the training epoch, which has ended or is starting over."""
         self.states.forget(series.metric for series in self.stages["train"].values() if series.metric is not None)
         self.open("train")
 
     def join(self, collectives: Ranks, replicas: range) -> None:
-        """Reduce subsequent values with the other ranks, given the replicas of this process."""
+        """Reduce subsequent values over the ranks of `collectives`; this process executes `replicas`."""
         self.collectives = collectives
         self.set_layout(collectives.size, replicas)
 

@@ -141,9 +141,9 @@ class MetricStates:
         self._load([*self.with_states])
 
     def merge(self, metrics: Iterable[Any], collectives: Ranks) -> None:
-        """Load the merged states of all ranks' replicas into these metrics, until the next batch starts.
+        """Load the merged states of all ranks' replicas into these metrics. All ranks must call this.
 
-        All ranks must call this.
+        The merged states remain loaded until the next batch starts.
         """
         if collectives.size == len(self.replicas) == 1:
             return  # the metrics already hold the only states

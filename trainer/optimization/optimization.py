@@ -332,7 +332,7 @@ class Optimization:
     def _keyed_hooks(
         self, hook: str, may_draw: bool, optimizer: Optimizer | None = None
     ) -> AbstractContextManager[object]:
-        """Return a context for hooks within a replica's step. It keys the generators and then restores their states."""
+        """Return a context that keys generators for hooks within a replica's step and then restores their states."""
         return keyed_generators(self._hook_key(hook, optimizer)) if may_draw else nullcontext()
 
     @property
@@ -454,7 +454,7 @@ class Optimization:
         self.strategy.precision.update()
 
     def clip_gradients(self, optimizer: Any, limit: float | None = None, algorithm: str | None = None) -> None:
-        """Clip the gradients of an optimizer's parameters. The defaults are the Trainer's arguments."""
+        """Clip the gradients of an optimizer's parameters. The defaults are the values of the Trainer's arguments."""
         limit = self.trainer.gradient_clip_val if limit is None else limit
         if limit is None:
             return
