@@ -85,7 +85,7 @@ def place_problem(place: str, writes: bool = True) -> str | None:
             return f"is {place!r}: an address needs two slashes, '{match[1]}://{match[2]}'. Pass a str: Path drops one."
         return path_problem(f"file://{rest}" if mark else place)
     if not rest.strip("/"):
-        return f"is {place!r}, which names no bucket. Write {scheme}://BUCKET/FOLDER."
+        return f"is {place!r}, which has no bucket. Write {scheme}://BUCKET/FOLDER."
     if writes and is_repository(place):
         return f"is {place!r}, {REPOSITORY}"
     if scheme in STORES:

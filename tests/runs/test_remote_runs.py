@@ -198,7 +198,7 @@ def test_commands_take_addresses(
         ("hf://user/repo/run", "hf://buckets/USER/NAME"),
         ("file:///tmp/x", "Write it as a path: '/tmp/x'"),
         ("s4://bucket/x", "which has an unknown scheme"),
-        ("memory://", "names no bucket"),
+        ("memory://", "has no bucket"),
         ("memory://b/x", None),
         ("runs", None),
     ],

@@ -81,7 +81,7 @@ class Writer:
             self._error = error
 
     def _snapshot(self, flat: FlatState) -> None:
-        """Replace every tensor by a copy in host memory. A tensor with several names is copied only once."""
+        """Replace every tensor with a copy in host memory. A tensor with several names is copied only once."""
         copies: dict[object, Tensor] = {}
         devices = set()
         for file, tensors in flat.tensors.items():

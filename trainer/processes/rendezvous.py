@@ -176,8 +176,8 @@ def _end_with_others(store: "Store", connected: threading.Event, rank: int, worl
 def _unconnected(rank: int, world_size: int, reason: str) -> WorkerError:
     return WorkerError(
         f"Rank {rank} of {world_size} cannot connect to the others ({' '.join(reason.split())}). Ranks connect through "
-        f"the interface in GLOO_SOCKET_IFNAME, or through that of the machine's name. On each machine, set "
-        f"GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface that leads to the others, and check firewalls.",
+        f"the interface in GLOO_SOCKET_IFNAME or, by default, that of the machine's host name. On each machine, set "
+        f"GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface that leads to the others, and check the firewall.",
         rank,
     )
 

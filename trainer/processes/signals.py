@@ -79,7 +79,7 @@ GRACE, NOTHING_TO_SAVE = 30.0, 5.0
 """Seconds after which a process that has not responded to SIGTERM or SIGHUP is killed: in general, and if there is
 nothing to save."""
 ONE_PRESS = 0.5
-"""Seconds within which two SIGINT count as a single Ctrl-C: launchers forward a signal that the terminal also sends."""
+"""Seconds within which two SIGINTs are one Ctrl-C, because launchers forward a signal that the terminal also sends."""
 _TICK = 0.1
 _STOP = 0
 

@@ -38,7 +38,7 @@ def contents(trainer: "Trainer", weights_only: bool) -> dict[str, Any]:
         require_step_done(trainer)
         trainer.state.elapsed = trainer.elapsed  # a plain number; the trainer measures it with a clock
         if run.optimization.has_plateau_by_steps and trainer.state.plateau_step < trainer.state.global_step:
-            run.optimization.publish_newest()  # a resume runs the pending plateau step with these values
+            run.optimization.publish_newest()  # the pending plateau step uses these values after a resume
         samples: dict[str, Any] = run.loop.samples_of_epoch or run.data.samples
         settings = run.fingerprint | below("samples", samples) | below("numerics", run.numerics)
         if run.data.training is not None and run.data.training.content:
@@ -162,7 +162,7 @@ class PublishedMetrics:
 
     def state_dict(self) -> dict[str, float]:
         """Return the values."""
-        # only values that all ranks agree on: a resume may have a different number of ranks
+        # only values that all ranks agree on: the number of ranks may differ after a resume
         return {name: float(value) for name, value in self.trainer.agreed_metrics.items()}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:

@@ -3,7 +3,7 @@
     samples.*                    settings that determine the samples of each step
     training.*, schedulers.0.*   other settings that change the training
     optimizers.0.groups.1.lr     settings of parameter groups, restored from the checkpoint on resume
-    numerics.*                   settings and versions that change the last bits of a result
+    numerics.*                   settings and versions that affect the last bits of a result
     data.content                 content of the first batch that the run read; this batch is read again on resume
 
 On resume, the checkpoint's fingerprint is compared with the current fingerprint (`compare`). Names that are in only

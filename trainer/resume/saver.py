@@ -180,8 +180,8 @@ class Saver:
             if trainer.strategy.task is None:
                 self._write(path, contents_after_workers(trainer, weights_only), False)
                 return
-            # The values of this step are logged before its checkpoint is saved. If the run is killed in between, a
-            # resume then neither loses logged values nor logs them twice.
+            # The values of this step are logged before its checkpoint is saved. If the run is killed in between, no
+            # logged values are lost or logged twice after a resume.
             if trainer.training and trainer.global_step and trainer.current_run.schedule.is_point():
                 trainer.log_step()
             # on all ranks: a checkpoint with NaN weights is useless for a resume
@@ -199,7 +199,7 @@ class Saver:
         if trainer.is_global_zero:
             if isinstance(self.format, DirectoryFormat):  # another format may be able to store them
                 tell_left_out({"": run.task, "datamodule_": run.datamodule}, saved)
-            # a resume counts these points as logged, so they must be on disk before the checkpoint
+            # a resumed run treats these points as logged, so they must be on disk before the checkpoint
             with self.writing():
                 for logger in trainer.loggers:
                     logger.save()
@@ -237,8 +237,8 @@ class Saver:
             log.warning("%s was not saved after the error: a save needs all processes, and some may have failed.", path)
             return False
         run.preemption.leave_evaluation()
-        # In the middle of a step its gradients and logged values are dropped, because a resume repeats the step from
-        # its first batch.
+        # In the middle of a step its gradients and logged values are dropped, because a resumed run repeats the step
+        # from its first batch.
         if run.metrics.step == trainer.global_step:
             run.strategy.abandon_step()
             run.metrics.rewind(trainer.global_step)

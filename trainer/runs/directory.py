@@ -198,7 +198,7 @@ class RunDirectory:
     def last_point(self) -> dict[str, Any]:
         """The last logged step, with its time and values; {} if nothing was logged."""
         try:
-            # only the tail: the file of a long run has hundreds of megabytes
+            # only the tail: a long run's file may have hundreds of megabytes
             size = regular_file_size(self.path / POINTS_FILE)
             with (self.path / POINTS_FILE).open("rb") as file:
                 file.seek(max(0, size - _TAIL))

@@ -237,9 +237,9 @@ class StoredRun:
         if self.by_name and (directory is None or not directory.samefile(str(self.directory))):
             newest = f"that run is {directory}" if directory is not None else "there is no such run"
             raise ConfigError(
-                f"resume=auto used the config of {self.directory} as that of the newest run of {self.name!r} with a "
-                f"complete checkpoint, but {newest}. Specify the run to resume (legato fit RUN/{CONFIG} resume=auto), "
-                f"or omit resume=auto to start a new run."
+                f"resume=auto used the config of {self.directory}, expecting it to be the newest run of "
+                f"{self.name!r} with a complete checkpoint, but {newest}. Specify the run to resume (legato fit "
+                f"RUN/{CONFIG} resume=auto), or omit resume=auto to start a new run."
             )
         if directory is None:
             log.info("resume=auto: there is no complete checkpoint in %s, so a new run starts.", self._place)
