@@ -159,7 +159,7 @@ def guided_values(
 # --- trials -----------------------------------------------------------------------------------------------------------
 @dataclass
 class Trial:
-    """A trial: a folder in the sweep with its log and its run directory."""
+    """A trial of a sweep, with a folder that contains its log and run directory."""
 
     folder: Path
     values: Values

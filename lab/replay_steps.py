@@ -209,9 +209,7 @@ def replay_steps(
     else:
         trainer.fit(task, *data[:3], resume=source.path)  # data may be followed by the checkpoint of a first start
     if trainer.global_step < last:
-        raise DataError(
-            f"The replay ended after step {trainer.global_step}, before step {last}: the run has no such step."
-        )
+        raise DataError(f"The replay ended after step {trainer.global_step}, because the run has no step {last}.")
     return Replayed(history, source, last, directory, *sameness(history, steps, trainer))
 
 

@@ -77,12 +77,12 @@ class _Reached(BaseException):
 
 
 def run_to_fit(start: Mapping[str, Any], settings: Mapping[str, Any], processes: int) -> list[Any]:
-    """Rerun a start's script up to the fit that started the run, and return the trainer and the arguments for fit.
+    """Rerun a script up to the call to fit that started the run, and return the trainer and fit's arguments.
 
     Args:
         settings: Trainer arguments that replace the script's.
 
-    Raises ConfigError if there is no script, or if the script does not reach that fit.
+    Raises ConfigError if there is no script, or if the script does not reach that call.
     """
     script, module = runnable(start)
     folder = start["working_directory"] if module else str(Path(script).parent)
@@ -124,7 +124,7 @@ def run_to_fit(start: Mapping[str, Any], settings: Mapping[str, Any], processes:
 
 @contextmanager
 def stopping_at_fit(start: Mapping[str, Any], settings: Mapping[str, Any], processes: int) -> Iterator[list[Any]]:
-    """End the script at the recorded fit, and yield a list that receives the arguments for fit and `__main__`.
+    """End the script at the recorded call to fit, and yield a list that receives fit's arguments and `__main__`.
 
     Trainers in the script receive `processes` and `settings`. Earlier fits and evaluations are skipped.
     """

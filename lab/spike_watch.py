@@ -1,4 +1,4 @@
-"""SpikeWatch: detects steps whose loss or gradient norm is far above that of the previous steps."""
+"""SpikeWatch: detects steps whose loss or gradient norm is much higher than in the previous steps."""
 
 import json
 import logging

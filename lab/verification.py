@@ -108,7 +108,7 @@ class Verification:
             )
         if not records:
             raise ConfigError(
-                f"{place} has no complete checkpoint to compare with and resume from. Let the next run keep some: "
+                f"{place} has no complete checkpoint to compare with and resume from. Keep some in the next run: "
                 f"Checkpoint(every_n_train_steps=1000, save_top_k=-1)."
             )
         for source, target in zip([None, *records], records, strict=False):

@@ -52,8 +52,8 @@ def read_optimizers(returned: Any, automatic: bool = True) -> tuple[list[Optimiz
     for config in schedulers:
         if automatic and config.reduce_on_plateau and config.monitor is None:
             raise TaskError(
-                "ReduceLROnPlateau needs a metric: in configure_optimizers, return {'scheduler': ..., 'monitor': "
-                "'val/loss'} for it."
+                "ReduceLROnPlateau needs a metric. In configure_optimizers, set its 'monitor': {'scheduler': ..., "
+                "'monitor': 'val/loss'}."
             )
         # a custom scheduler without an optimizer is stepped too
         if getattr(config.scheduler, "optimizer", None) not in [None, *optimizers]:

@@ -82,8 +82,8 @@ class SlurmLauncher(Launcher):
         values = config.values
         if (self.folder is None or values["resume"] != "auto") and address_problem(values["run"]["root"]):
             raise ConfigError(
-                "With run.root in an object store, a SLURM job needs a folder for its script, and must find its run "
-                "when it is requeued. Set launcher.folder=FOLDER and resume=auto."
+                "With run.root in an object store, set launcher.folder=FOLDER to choose where to write the job's "
+                "script, and set resume=auto so that a requeued job finds its run."
             )
         runs = Path(values["run"]["root"]) / values["run"]["name"]
         folder = (Path(self.folder) if self.folder is not None else runs / "slurm").absolute()

@@ -179,7 +179,7 @@ def test_a_replay_writes_into_no_run() -> None:
 def test_steps_beyond_the_end_of_a_run_are_refused() -> None:
     run = trained("trainer.max_epochs=1")
     error = legato("replay", str(run), "step=5", "until=9", fails=True).stderr
-    assert "The replay ended after step 5, before step 9" in error
+    assert "The replay ended after step 5, because the run has no step 9" in error
 
 
 def test_a_damaged_checkpoint_is_named_by_the_replay_that_begins_earlier() -> None:
