@@ -174,7 +174,7 @@ def built_with() -> dict[str, str | None]:
     return {"cuda": torch.version.cuda, **{name: version for name, version in libraries.items() if version}}
 
 
-@cache  # a build of torch has at most one accelerator; asking in each step would cost 3 us
+@cache  # a build of torch has at most one accelerator; querying torch in each step would cost 3 us
 def device_module() -> Any:
     """Return the module of this process's accelerator, such as torch.cuda, or None."""
     accelerator = torch.accelerator.current_accelerator()

@@ -212,7 +212,7 @@ class Run(Call):
     """Whether to key the generators before hooks after a step. With one replica there is no need: each step leaves the
     generators in a state that is a function of the step."""
     arity: int
-    """How many of (batch, batch_idx) training_step takes."""
+    """How many of (batch, batch_idx) training_step accepts."""
     gradient_scale: float
     """Factor by which the strategy multiplies gradients in addition to averaging them over the samples of a step."""
     fingerprint: dict[str, Any]
@@ -334,7 +334,7 @@ class Run(Call):
         return bad_weights(self.trainer)
 
     def seed_hooks(self, hook: str) -> None:
-        """Seed the generators equally on all ranks for a hook.
+        """For a hook, seed the generators identically on all ranks.
 
         Otherwise, random numbers would depend on each rank's last replica.
         """

@@ -20,7 +20,7 @@ class State:
     epoch: int = 0
     """Index of the current epoch; between epochs, of the next one."""
     epoch_steps: int = 0
-    """Number of optimizer steps done in this epoch: the position where a resume continues."""
+    """Number of optimizer steps done in this epoch: the position from which a resumed run continues."""
     epoch_rounds: int = 0
     """Number of batches on which each replica has trained in this epoch."""
     rounds: int = 0
@@ -42,7 +42,7 @@ class State:
     validated_at: int = -1
     """The step after which the latest complete validation ran; -1 if there is none yet."""
     scheduled_epochs: int = 0
-    """Number of epochs for which the epoch-interval schedulers without a metric have stepped."""
+    """Number of epochs for which the epoch-interval schedulers that need no metric have stepped."""
     plateau_step: int = 0
     """The latest step after which a step-interval ReduceLROnPlateau has stepped."""
     weight_scale: float = 0.0

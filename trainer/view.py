@@ -46,7 +46,7 @@ class TrainerView(TrainerArguments):
     explicit_config: str | None
     """The config as YAML without defaults, with the origin of each value."""
     command: dict[str, Any]
-    """The program's command line and this Trainer's position in the program, by which a replay finds its fits."""
+    """The program's command line and this Trainer's position in the program, which a replay uses to find its fits."""
     lengths: dict[str, Any]
     """Lengths of the latest run's loaders, by "train", "validation" and so on."""
     strategy: "Strategy"

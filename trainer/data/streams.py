@@ -30,7 +30,7 @@ _END = object()
 WORKER_STREAM = 0x776F726B657273
 # Keys in the states of loaders that count epochs themselves: MosaicML's and litdata's
 EPOCHS = {"epoch", "current_epoch"}
-# Stands for the length of a share whose loader has none; any real length is smaller
+# Used as the length of a share whose loader has none; any real length is smaller
 UNKNOWN = 2**62
 
 
@@ -265,7 +265,7 @@ class StreamData:
         return {"epoch": self.opened, "ended": self.ended, **place}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a state returned by `state_dict`. It is used only if the same epoch is opened next."""
+        """Restore a state returned by `state_dict`. The state is used only if the same epoch is opened next."""
         self.restored = state
 
 
@@ -344,7 +344,7 @@ class OwnShares(StreamData):
         return {"shares": states} if all(states) else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a state returned by `state_dict`. It is used only if the same epoch is opened next."""
+        """Restore a state returned by `state_dict`. The state is used only if the same epoch is opened next."""
         if "shares" in state:
             super().load_state_dict(state["shares"][self.run_dealing.process])
 

@@ -311,7 +311,7 @@ class Metrics:
         self.dropped = self.step
 
     def check_losses(self) -> None:
-        """Raise NonFiniteError, with the step, if a loss is not finite. All ranks must call this."""
+        """Raise NonFiniteError, which reports the step, if a loss is not finite. All ranks must call this."""
         first = self._first_bad_loss()
         if self.processes > 1:
             first = self.collectives.all_reduce(torch.tensor([first], dtype=torch.float64), "min").item()
@@ -556,7 +556,7 @@ class Metrics:
     def state_dict(self) -> dict[str, Any]:
         """Return the training epoch's sums so far, over all ranks. All ranks must call this.
 
-        Values that hooks log between steps are omitted, because a resumed epoch calls these hooks again.
+        Values that hooks log between steps are omitted, because these hooks run again when the epoch resumes.
         """
         if self.state_at_end is not None:
             return self.state_at_end

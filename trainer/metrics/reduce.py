@@ -62,7 +62,7 @@ class Series:
 
     @property
     def description(self) -> Description:
-        """The attributes from which another rank or a resumed run recreates this series."""
+        """The attributes from which another rank or a resumed run can recreate this series."""
         flags = self.on_step, self.on_epoch, self.prog_bar, self.to_loggers
         return (self.name, self.kind, *flags, self.path, self.alone, self.in_step)
 

@@ -38,7 +38,7 @@ def require_finite(trainer: "Trainer") -> None:
 
     All ranks must call this.
     """
-    # losses first: their error names the step that went wrong, which bad weights don't show
+    # losses first: their error identifies the step that went wrong, which bad weights don't show
     trainer.current_run.check_losses()
     bad = bad_weights(trainer)
     if not bad:

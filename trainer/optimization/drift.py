@@ -76,7 +76,7 @@ def describe_differing(ranks: Ranks, names: list[str], numbers: list[int]) -> st
     if gathered.count(numbers) == len(gathered):
         return ""
     by_rank = dict(zip(get_process_group_ranks(ranks.group), gathered, strict=True))
-    # the most frequent value counts as right; of equally frequent ones, the lowest rank's
+    # the most frequent value is assumed to be correct; of equally frequent ones, the lowest rank's
     usual = [Counter(column).most_common(1)[0][0] for column in zip(*by_rank.values(), strict=True)]
     strays = [rank for rank, column in by_rank.items() if column != usual]
     differing = [

@@ -39,7 +39,7 @@ def require_dense_gradients(task: nn.Module, reasons: Sequence[str]) -> None:
         for name, module in task.named_modules()
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad
     ]
-    # torch fails in the first backward or clip, and names a kernel rather than a layer
+    # torch fails in the first backward or clip, and reports a kernel rather than a layer
     if names and reasons:
         raise ConfigError(
             f"{' and '.join(reasons)} cannot be used with the sparse gradients of {first_names(names)}. Create the "
@@ -67,7 +67,7 @@ def require_told_sparse(task: nn.Module) -> None:
 
 def require_dimensions(task: nn.Module, strategy: str) -> None:
     """Raise TaskError for 0-dim parameters, which a strategy cannot shard."""
-    # torch's sharding error names no parameter
+    # torch's sharding error does not identify the parameter
     names = [name for name, parameter in task.named_parameters() if parameter.dim() == 0]
     if names:
         raise TaskError(

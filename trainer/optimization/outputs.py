@@ -57,7 +57,7 @@ def as_outputs(output: Any) -> dict[str, Any]:
 
 def describe_bad_loss(loss: Tensor) -> str:
     """Explain why backward cannot start from `loss`."""
-    # torch's error names neither training_step nor a remedy
+    # torch's error mentions neither training_step nor a remedy
     if loss.numel() != 1:
         return (
             f"training_step must return a scalar loss; it returned a tensor of shape {tuple(loss.shape)}. "

@@ -40,7 +40,7 @@ class Start:
     source: Location | None = None
     """The checkpoint to read."""
     is_newest: bool = False
-    """Whether the checkpoint is the newest in its folder; if it is damaged, an older one takes its place."""
+    """Whether the checkpoint is the newest in its folder; if it is damaged, an older one is used."""
     same_run: bool = False
     """Whether the checkpoint belongs to the run in the run directory."""
     identity: str = ""
@@ -48,7 +48,7 @@ class Start:
     config_from: Path | None = None
     """The run whose config `resume=auto` uses."""
     location: Location | None = None
-    """Location of the run directory: the directory itself, or an address in an object store."""
+    """Location of the run directory: the directory itself, or a URL in an object store."""
     token: str = field(default_factory=new_identity)
     """Unique token of this start."""
 
