@@ -189,7 +189,7 @@ class Call:
         self.membership.check_members()
 
     def remember_training_mode(self) -> None:
-        """Store the training mode of each module of the task for `restore_training_mode`."""
+        """Store the training modes of the task's modules for `restore_training_mode`."""
         self.loop.training_modes = [(module, module.training) for module in self.task.modules()]
 
     def restore_training_mode(self) -> None:

@@ -83,7 +83,8 @@ def seed_generators(key: int) -> None:
 
     Args:
         key: 0 to 2^64 - 1. Python and accelerators use all 64 bits. NumPy and torch's CPU generator use 32 bits and the
-            same algorithm (Mersenne Twister), so each gets a different hash. Two keys collide with probability 2^-32.
+            same algorithm (Mersenne Twister), so each is seeded with a different hash. Two keys collide with
+            probability 2^-32.
     """
     _reseed_python(key)
     _python.gauss_next = None  # the second half of a drawn pair, which random.seed also discards

@@ -58,7 +58,7 @@ def permutation(positions: Integers, length: int, key: int) -> Integers:
     """Return the samples at `positions` of the permutation of range(length) selected by a 64-bit key, in O(1) memory.
 
     Lengths above 1024 use a generalized Feistel network (Luby and Rackoff 1988) on the smallest rectangle of rows x
-    columns that holds the length, with cycle walking for values outside the range. Other lengths use the order of
+    columns with at least `length` cells, and cycle walking for values outside the range. Other lengths use the order of
     hashes (a "prefix cipher"). Both methods follow Black and Rogaway 2002, "Ciphers with arbitrary finite domains".
     """
     values = np.asarray(positions, dtype=np.int64).view(np.uint64)  # negative positions become huge

@@ -180,7 +180,7 @@ def reads_share(loader: Any, ranks: Ranks) -> bool:
     Args:
         ranks: the data-parallel ranks.
 
-    Raises DataError for a sampler made for another rank or number of processes.
+    Raises DataError for a sampler made for another rank or another number of processes.
     """
     samplers = [sampler for sampler in _distributed_samplers(loader) if sampler.num_replicas > 1]
     for sampler in samplers:

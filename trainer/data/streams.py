@@ -35,9 +35,10 @@ UNKNOWN = 2**62
 
 
 class StreamData:
-    """Any iterable of batches, distributed in whole batches: batch k goes to replica k modulo the number of replicas.
+    """Any iterable of batches, distributed in whole batches.
 
-    Every process reads the entire stream and keeps the batches of its replicas.
+    With n replicas, batch k is assigned to replica k modulo n. Every process reads the entire stream and keeps the
+    batches of its replicas.
     """
 
     is_even = True
@@ -305,7 +306,7 @@ class OwnShares(StreamData):
 
     @property
     def rounds(self) -> int | None:
-        """Number of batches in the largest share; None if a loader has no length."""
+        """Number of batches in the largest share; None if any loader has no length."""
         return self.longest
 
     def epoch(self, epoch: int, start_step: int = 0, batches_at_most: int | None = None) -> Iterator[StepInput]:

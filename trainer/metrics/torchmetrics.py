@@ -1,9 +1,9 @@
 """States of logged torchmetrics objects, reduced over ranks in as few collectives as possible.
 
-States reduced by sum, concatenation, maximum or minimum can be merged at any time, so a process holds a single state
-for all of its replicas, stored under the first one. Other states (dist_reduce_fx "mean", None or a function) can only
-be combined by a metric's `compute`. A task with such a metric, and any task under `reproducible: bitwise`, has one
-state per replica; these are swapped into the metric objects in turn and merged in replica order.
+States reduced by sum, concatenation, maximum or minimum can be merged at any time, so a process stores a single state
+for all of its replicas, under the first one. Other states (dist_reduce_fx "mean", None or a function) can only be
+combined by a metric's `compute`. A task with such a metric, and any task under `reproducible: bitwise`, has one state
+per replica; these are swapped into the metric objects in turn and merged in replica order.
 
 States reduced by "mean" are weighted by their number of updates, as in torchmetrics' `forward`; the result matches a
 single-process run if all updates have the same size. States without an update are ignored.
@@ -41,7 +41,7 @@ def gather_state(state: Tensor, group: Any = None) -> list[Tensor]:
     """Return every rank's `state`, in rank order, for a metric's `compute()` in a hook. All ranks must call this.
 
     For a list state without an update, torchmetrics sends an empty float vector, and gloo aborts the process if other
-    ranks hold matrices or integers. Therefore, states are sent as objects, and empty states are omitted.
+    ranks send matrices or integers. Therefore, states are sent as objects, and empty states are omitted.
     """
     ranks = Ranks(dist.get_rank(group), dist.get_world_size(group), group)
     states = ranks.gather_objects(state.detach().cpu())
@@ -88,7 +88,7 @@ class MetricStates:
         return next((path for path, module in self.by_path.items() if module is metric), None)
 
     def keeps(self, replica: int) -> bool:
-        """Return whether this process holds the states of a replica."""
+        """Return whether this process stores the states of a replica."""
         return replica in self.replicas
 
     def open_replica(self, replica: int) -> None:
@@ -222,7 +222,7 @@ def held_by(metric: Any) -> States:
 
 
 def copied(states: States) -> States:
-    """Copy states; lists are copied shallowly, since their tensors never change in place."""
+    """Copy states; lists are copied shallowly, because their tensors never change in place."""
     return {
         name: list(value) if isinstance(value, list) else value.clone() if isinstance(value, Tensor) else value
         for name, value in states.items()
@@ -282,7 +282,7 @@ def merged_state(reduction: Any, values: list[Any], counts: list[int]) -> Any:
 
 
 def value_of(metric: Any) -> float:
-    """Compute a metric from the states that it holds, which must be merged over all ranks."""
+    """Compute a metric from its current states, which must be merged over all ranks."""
     # without torchmetrics' sync and its warning on ranks without an update
     parts = metrics_within([metric])
     before = [(set_synced(part, False), part.update_count) for part in parts]

@@ -1,4 +1,4 @@
-"""Search for NaN and infinity, in weights before they are saved and in the tensors of the latest batch."""
+"""Search for NaN and infinity in weights before they are saved, and in the tensors of the latest batch."""
 
 import logging
 from collections.abc import Iterator, Mapping
