@@ -74,7 +74,7 @@ class TrainerArguments:
         seed: Seed for the order of samples and for all random numbers.
         reproducible: What is guaranteed for any number of processes: "order" (same samples and random numbers in each
             step), "bitwise" (bitwise identical results) or "off" (nothing).
-        threads: Intra-op threads per process. This number affects the last bits of results. None: torch's default, or 1
+        threads: Intra-op threads per process. This affects the low-order bits of results. None: torch's default, or 1
             under "bitwise".
         deterministic: Use deterministic kernels only. For operations that have none, True raises an error and "warn"
             issues a warning.

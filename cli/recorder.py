@@ -175,10 +175,10 @@ def bits_of(trainer: "Trainer") -> str:
     names = [name for name in versions() if name not in NOT_REFUSED and numerics[name]]
     kernels = [str(numerics[name]) for name in ("cpu_capability", "device", "precision")]
     compiled = [f"compile {numerics['compile']}"] * bool(trainer.compile)
-    variables = [f"{name}={numerics[name]}" for name in NUMERIC_VARIABLES if numerics[name] is not None]
+    settings = [f"{name}={numerics[name]}" for name in NUMERIC_VARIABLES if numerics[name] is not None]
     listed = [*(f"{name} {numerics[name]}" for name in names), *kernels, counted(numerics["threads"], "thread")]
-    effect = "rejects differences" if is_bitwise else "lists differences, and the process count changes last bits"
-    return f"{', '.join([*listed, *compiled, *variables])}. With reproducible={trainer.reproducible} a resume {effect}."
+    effect = "rejects differences" if is_bitwise else "lists differences; the process count affects rounding"
+    return f"{', '.join([*listed, *compiled, *settings])}. With reproducible={trainer.reproducible}, resuming {effect}."
 
 
 def _finite(count: int | float) -> int | None:

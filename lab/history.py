@@ -34,7 +34,7 @@ class CheckpointRecord:
 
     @property
     def threads(self) -> int | None:
-        """Number of torch threads in the run, which affects the last bits of some sums."""
+        """Number of torch threads in the run, which affects the low-order bits of some sums."""
         return self.fingerprint.get("numerics.threads")
 
     @property

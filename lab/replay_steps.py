@@ -178,7 +178,7 @@ def replay_steps(
     trainer, task, *data = made
     first, last = steps
     source, near = history.before(first), history.near(first)
-    # the last bits of some sums depend on the number of threads, and this machine may have another number of cores
+    # the low-order bits of some sums depend on the number of threads, and this machine may have another number of cores
     if trainer.threads is None and near is not None:
         trainer.threads = near.threads
     # the default is the number of processes, which may differ here

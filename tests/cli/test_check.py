@@ -88,8 +88,8 @@ def test_all_is_well_and_nothing_is_left(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("words", "sentence"), [
-    (("trainer.reproducible=bitwise", *ALONE), "With reproducible=bitwise a resume rejects differences."),
-    ((), "With reproducible=order a resume lists differences, and the process count changes last bits."),
+    (("trainer.reproducible=bitwise", *ALONE), "With reproducible=bitwise, resuming rejects differences."),
+    ((), "With reproducible=order, resuming lists differences; the process count affects rounding."),
 ])  # fmt: skip
 def test_what_bits_depend_on_is_shown(monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], sentence: str) -> None:
     monkeypatch.setenv("NCCL_PROTO", "Simple")

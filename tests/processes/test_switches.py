@@ -128,7 +128,7 @@ def test_a_resume_lists_what_differs_and_bitwise_refuses_it(tmp_path, caplog, ca
     output = caplog.text + capfd.readouterr().err
     as_set = "New values: mkldnn: True -> False, CUBLAS_WORKSPACE_CONFIG: None -> :16:8, NCCL_MAX_NCHANNELS: None -> 4."
     assert as_set in output
-    assert "From here on, the last bits may differ: threads: 1 -> 2." in output
+    assert "Low-order bits may now differ: threads: 1 -> 2." in output
     trainer = make_trainer(tmp_path / "exact", max_epochs=1, reproducible="bitwise", **options)
     trainer.fit(Tiny(), make_loader(), resume="auto")
     start = json.loads((Path(trainer.run_dir) / "environment.json").read_text())["starts"][0]

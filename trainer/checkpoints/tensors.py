@@ -53,7 +53,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             # Copied, because the library memory-maps the file: a mapped tensor fails if the file disappears from a
-            # network disk, and its alignment varies, which changes the last bits of some kernels' results.
+            # network disk, and its alignment varies, which changes the low-order bits of some kernels' results.
             return {name: _copied(file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118 - not a mapping
     except (SafetensorError, OSError, ArithmeticError, LookupError, TypeError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"{path} cannot be read as a safetensors file: {error}") from error

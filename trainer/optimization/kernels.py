@@ -28,7 +28,7 @@ COMPILE_OPTIONS = ("fullgraph", "dynamic", "backend", "mode", "options", "disabl
 def numerics(
     optimizers: Sequence[Optimizer], precision: str, device: torch.device, options: bool | Mapping[str, Any] = False
 ) -> dict[str, Any]:
-    """Return every setting that affects the last bits of a result, except the order of additions.
+    """Return every setting that affects the low-order bits of a result, except the order of additions.
 
     Bits have been observed to change with the number of threads, the instruction set, and the choice of `fused` or
     `foreach` optimizers.

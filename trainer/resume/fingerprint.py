@@ -3,7 +3,7 @@
     samples.*                    settings that determine the samples of each step
     training.*, schedulers.0.*   other settings that change the training
     optimizers.0.groups.1.lr     settings of parameter groups, restored from the checkpoint on resume
-    numerics.*                   settings and versions that affect the last bits of a result
+    numerics.*                   settings and versions that affect the low-order bits of a result
     data.content                 content of the first batch that the run read; this batch is read again on resume
 
 On resume, the checkpoint's fingerprint is compared with the current fingerprint (`compare`). Names that are in only
@@ -35,7 +35,7 @@ POSITION = {"base_lrs", "_last_lr"}
 SCHEDULED = {"lr", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"}
 """Settings of a parameter group that a schedule depends on."""
 LAYOUT = {"threads", "cpu_capability", "cpu_features", "micro_batches", "optimizers", "tensor_shards"}
-"""Names below `numerics` that may differ between machines and layouts and change only last bits."""
+"""Names below `numerics` that may differ between machines and layouts and change only low-order bits."""
 NOT_REFUSED = {"legato", "python", "numpy"}
 """Names below `numerics` that can affect a step only through its samples, which are compared by content."""
 ROUNDS = "batches of an epoch"
@@ -72,7 +72,7 @@ class Changes:
     restored: list[SettingChange] = field(default_factory=list)
     """Settings restored from the checkpoint although their current values differ."""
     rounding: list[SettingChange] = field(default_factory=list)
-    """Differences that may change the last bits of results, in a run that does not guarantee these bits."""
+    """Differences that may change the low-order bits of results, in a run that does not guarantee these bits."""
     end_epoch: bool = False
     """Whether the rest of the epoch is skipped because its steps would have different samples."""
 
@@ -250,7 +250,7 @@ def compare(saved: Mapping[str, Any], current: Mapping[str, Any], rescheduled: C
 
 
 def is_elsewhere(saved: Mapping[str, Any]) -> bool:
-    """Return whether samples may differ in their last bits from those on the machine that wrote the checkpoint."""
+    """Return whether samples may differ in their low-order bits from those on the machine that wrote the checkpoint."""
     now = {"torch": str(torch.__version__), "numpy": np.__version__, **processor()}
     return any(saved.get(f"numerics.{name}") != value for name, value in now.items())
 

@@ -224,7 +224,7 @@ def find_changes(
     changes = fingerprint.compare(before, samples | run.fingerprint | numerics, rescheduled, run.bitwise)
     if trainer.is_global_zero and fingerprint.CONTENT in before:
         names = run.training_data.changed_content(before[fingerprint.CONTENT])
-        # on another machine, the same samples may differ in their last bits, which is not an error
+        # on another machine, the same samples may differ in their low-order bits, which is not an error
         (changes.changed if fingerprint.is_elsewhere(before) else changes.samples).extend(
             SettingChange(fingerprint.SAMPLES + (name and f" of {name}"), "saved ones", "different ones")
             for name in names
@@ -262,7 +262,7 @@ def _list_changes(changes: Sequence[SettingChange]) -> str:
 
 def log_changes(trainer: "Trainer", changes: Changes, rates: Sequence[SettingChange]) -> None:
     """On rank 0, log the differences from the saved run, and whether the new or the saved values are used."""
-    rounding = f"From here on, the last bits may differ: {_list_changes(changes.rounding)}." if changes.rounding else ""
+    rounding = f"Low-order bits may now differ: {_list_changes(changes.rounding)}." if changes.rounding else ""
     if not trainer.is_global_zero or not (changes.samples or changes.changed or changes.restored):
         if trainer.is_global_zero and rounding:
             log.info("%s", rounding)

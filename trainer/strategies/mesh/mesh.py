@@ -314,7 +314,7 @@ class MeshStrategy(GroupStrategy):
         """Do nothing, because `place_task` has already distributed the weights."""
 
     def _refuse_bitwise(self, task: "Task", optimizers: Sequence[Optimizer]) -> None:
-        """Raise ConfigError for settings that make the last bits of results depend on the number of processes."""
+        """Raise ConfigError for settings that make the low-order bits of results depend on the number of processes."""
         dtypes = {parameter.dtype for parameter in task.parameters() if parameter.requires_grad}
         mixing = [type(optimizer).__name__ for optimizer in optimizers if type(optimizer) not in ELEMENTWISE]
         fused = any(group.get("fused") for optimizer in optimizers for group in optimizer.param_groups)

@@ -1,7 +1,7 @@
 """Layers with a fixed number of shards, whose results are bitwise identical for any number of processes.
 
-The last bits of a matrix product depend on its shape, and the last bits of a sum depend on its order. Therefore, each
-shard of a layer is computed as a separate product, and a fixed binary tree sums over the shards. It sums the outputs of
+The low-order bits of a matrix product depend on its shape, and those of a sum on its order. Therefore, each shard of a
+layer is computed as a separate product, and a fixed binary tree sums over the shards. It sums the outputs of
 a row layer and the input gradients of a column layer. This applies the idea of "tree-based invariant kernels" (Zhang et
 al. 2025, https://arxiv.org/abs/2511.17826) to layers instead of kernels.
 """
