@@ -119,7 +119,7 @@ def test_a_part_that_the_task_has_not_placed_is_named(stray):
             super().configure_model()
             self.get_submodule(stray).cpu()
 
-    with pytest.raises(ConfigError, match=rf"{stray}.weight \(cpu\), {stray}.bias \(cpu\). Move them"):
+    with pytest.raises(ConfigError, match=rf"{stray}.weight \(cpu\), {stray}.bias \(cpu\). Move these tensors"):
         simulated(Forgets())
 
 
