@@ -344,7 +344,7 @@ class Sweep:
         return table([[_cell(cell) for cell in row[:-1]] for row in rows])
 
     def finish(self) -> None:
-        """Print the results. Exit with 130 or 75 after a signal, 75 if trials are unfinished, 1 if one failed."""
+        """Print the results. Exit with 130 or 75 after a signal, 75 if trials are unfinished, or 1 if one failed."""
         print(self.write(), file=STDOUT, flush=True)
         left = self.count - sum(bool(trial.state) for trial in self.trials)
         failed = sum(trial.state == "failed" for trial in self.trials)

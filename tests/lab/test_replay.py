@@ -157,7 +157,7 @@ def test_mistakes_are_named() -> None:
         (("stpe=3",), "Did you mean 'step='?"),
         (("step=3", "jobs=2"), "'jobs=2' is neither one of"),
         (("steps=3",), "Did you mean 'step='?"),
-        ((), "a run directory and a step"),
+        ((), "legato replay needs a run and a step"),
         (("step=9",), "The replay ended after step 5"),
     ):
         assert message in legato("replay", run, *words, fails=True).stderr
