@@ -9,7 +9,7 @@ from ...base.errors import TaskError, correction
 
 
 def losses_of(output: Any, optimizers: int) -> Sequence[Tensor]:
-    """Return one loss for all optimizers, or one per optimizer; empty if the step returned None to skip the batch.
+    """Return one loss for all optimizers, one per optimizer, or none if the step returned None to skip the batch.
 
     Raises TaskError for any other output.
     """
