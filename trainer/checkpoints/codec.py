@@ -1,6 +1,6 @@
 """Encodes nested values as JSON and named tensors, and decodes them, without pickle.
 
-A value of a type that JSON does not have is encoded as a mark, `{"__legato__": KIND, "value": ...}`. The mark of a
+A value of a type that JSON does not support is encoded as a mark, `{"__legato__": KIND, "value": ...}`. The mark of a
 tensor contains the name of a file and the tensor's name in that file.
 """
 
@@ -24,7 +24,7 @@ from .shards import ShardBlock, ShardFiles, StoredTensor, file_name, shard_block
 from .tensors import DTYPE_NAMES, flat_bytes
 
 MARK = "__legato__"
-DEPTH = 100  # maximum levels of nesting; the limit also applies to a value that contains itself
+DEPTH = 100  # maximum levels of nesting; the limit also catches values that contain themselves
 MODEL, OTHERS = "model", "tensors"
 DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 UNFLATTEN = "__tensor_unflatten__"
@@ -36,7 +36,7 @@ ValuePath = tuple[str, ...]
 
 
 class Kind(NamedTuple):
-    """How to store the values of a type that JSON does not have."""
+    """How to store the values of a type that JSON does not support."""
 
     of: type[Any]
     pack: Callable[[Any], Any]
@@ -89,7 +89,7 @@ KINDS = {
     "path": Kind(PurePath, str, Path),
 }
 SUBCLASSED = ("int", "float", "path")
-"""Kinds whose subclasses are stored as the base class, such as an IntEnum, a NumPy float or a PosixPath."""
+"""Kinds for which a subclass, such as an IntEnum, a NumPy float or a PosixPath, is stored as the base class."""
 
 
 @dataclass
@@ -105,12 +105,12 @@ class FlatState:
     marks: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)
     """Marks of the sharded tensors in the tree."""
     frozen: set[str] = field(default_factory=set)
-    """Names in `model` of weights that may be stored in a base (frozen_base.py)."""
+    """Names of the weights in `model` that may be stored in a base (frozen_base.py)."""
 
     def assign_writers(self, ranks: Ranks) -> None:
         """Assign each shard to the first rank that has it, and all other tensors to rank 0. All ranks must call this.
 
-        The file of each shard is recorded in the marks.
+        The marks record which file contains each shard.
         """
         regions = {
             (file, name): (shard.offset, tuple(shard.block.shape))
@@ -139,9 +139,9 @@ def flatten(contents: Mapping[str, Any], frozen: Collection[str] = ()) -> FlatSt
     The tensors in `contents["state_dict"]` are stored in a separate file under their own names.
 
     Args:
-        frozen: keys of the state dict whose weights are not trained.
+        frozen: state dict keys of the weights that are not trained.
 
-    Raises CheckpointError if a checkpoint cannot store a value. The error contains the path of the value.
+    Raises CheckpointError if a checkpoint cannot store a value. The error message includes the value's path.
     """
     flat = FlatState({}, frozen=set(frozen))
     flat.tree = _encode(dict(contents), (), flat)
@@ -153,9 +153,9 @@ def _encode(value: Any, path: ValuePath, flat: FlatState) -> Any:
         raise CheckpointError(f"{_dotted(path[:4])}... is nested over {DEPTH} levels deep. Does it contain itself?")
     if value is None or isinstance(value, bool):  # before int: bool is a subclass of it
         return value
-    if isinstance(value, str):  # a str Enum too: JSON has only its text
+    if isinstance(value, str):  # a str Enum, too: JSON stores only its text
         return str.__str__(value)
-    if isinstance(value, StoredTensor):  # its data stays in the files of another checkpoint
+    if isinstance(value, StoredTensor):  # its data remains in another checkpoint's files
         return dict(value.mark)
     if isinstance(value, (Tensor, ShardBlock, np.ndarray, np.generic)):
         return _encode_tensor(value, path, flat)
@@ -275,7 +275,7 @@ def unflatten(
     Each sharded tensor is returned as a `StoredTensor`. Raises CheckpointError if the tree and the tensors do not
     match.
     """
-    # Exactly one mark must claim each tensor: an unclaimed tensor means that the files do not belong together.
+    # Each tensor must be claimed by exactly one mark: an unclaimed tensor means that the files do not belong together.
     unclaimed = {(file, name): tensor for file, named in tensors.items() for name, tensor in named.items()}
     try:
         contents = _decode(tree, (), unclaimed, files)
@@ -345,7 +345,7 @@ def _decode_wrapped(node: dict[str, Any], path: ValuePath, unclaimed: Tensors, f
         return tensors
     try:
         return getattr(kind, UNFLATTEN)(tensors, settings, size, stride)
-    except Exception as error:  # on a damaged or hostile file, the package may raise anything
+    except Exception as error:  # given a damaged or malicious file, the package may raise any exception
         raise ValueError(f"{node['class']} cannot be rebuilt: {error}") from error
 
 

@@ -38,7 +38,7 @@ def write(
 
     Args:
         run: id of the run, for the manifest; "" if there is no run.
-        frozen: keys of the state dict whose weights are stored only once for all checkpoints in the folder.
+        frozen: state dict keys of the weights that are stored only once for all checkpoints in the folder.
 
     Raises CheckpointError, and leaves no files behind, if a value cannot be stored, the disk is too full or writing
     fails.
@@ -85,7 +85,7 @@ def commit(checkpoint: Location, flat: FlatState, ranks: Ranks = SINGLE, run: st
         sums = on_all_ranks(ranks, lambda: _write_files(write, tree, files) | _write_bases(folder, bases))
         written = {file: entry for rank_sums in sums for file, entry in rank_sums.items()}
         on_all_ranks(ranks, lambda: folder.publish(name, stage, written, run) if is_first else None)
-    except BaseException as error:  # Ctrl-C too: an incomplete stage would take disk space until the next save
+    except BaseException as error:  # on Ctrl-C, too: an incomplete stage would take up disk space until the next save
         if begun:
             folder.discard(name, stage)
         if isinstance(error, OSError):
@@ -117,7 +117,7 @@ def _write_files(
 
 
 def _write_bases(folder: Folder, bases: Iterable[Base]) -> dict[str, FileSum]:
-    # after the files, which fail first on a rank that does not share the folder
+    # after the other files, so that on a rank that does not share the folder, writing those fails first
     return {base.file: base.write(folder) for base in bases}
 
 

@@ -49,7 +49,7 @@ def check_sizes(checkpoint: Location) -> Manifest:
 
 
 def load_manifest(checkpoint: Location) -> Manifest:
-    """Read a checkpoint's manifest. Raises CheckpointError, with the manifest's location and the problem."""
+    """Read a checkpoint's manifest. Raises CheckpointError, stating the manifest's location and the problem."""
     return folder_at(checkpoint.parent).read_manifest(checkpoint.name)
 
 
@@ -75,18 +75,18 @@ def best_checkpoints(root: Location, run: str) -> list[Location]:
 
 
 def newest_complete(root: Location, check: Check = verify) -> Location | None:
-    """Return the newest checkpoint in a folder that passes `check`. Warn about newer checkpoints that do not pass it.
+    """Return the newest checkpoint in a folder that passes `check`. Warn about newer ones that fail.
 
-    If a process died while it was replacing a checkpoint, the result may be the old checkpoint under its temporary
-    name. The next sweep or save restores the original name.
+    If a process died while replacing a checkpoint, the result may be the old checkpoint under its temporary name. The
+    next sweep or save restores the original name.
     """
     candidates = [root / name for name in folder_at(root).candidates()]
     return first_complete(sorted(candidates, key=checkpoint_step)[::-1], check)
 
 
 def first_complete(paths: Iterable[Location], check: Check) -> Location | None:
-    """Return the first checkpoint that passes `check`. Warn about earlier checkpoints that do not pass it."""
-    # stop at the first, because verification reads the complete checkpoint
+    """Return the first checkpoint that passes `check`. Warn about earlier ones that fail."""
+    # stop at the first, because verification reads the whole checkpoint
     for path in paths:
         try:
             if check(path) is False:
@@ -99,7 +99,7 @@ def first_complete(paths: Iterable[Location], check: Check) -> Location | None:
 
 
 def checkpoint_step(checkpoint: Location) -> int:
-    """Return a checkpoint's step from its (possibly temporary) name, otherwise from its state; -1 if unreadable."""
+    """Return a checkpoint's step from its (possibly temporary) name or else from its state; -1 if unreadable."""
     name = checkpoint.name.strip(".").split(".")[0]
     if STEP_NAME.fullmatch(name):
         return int(name.removeprefix("step-"))
@@ -117,7 +117,7 @@ def resolve(place: Location, check: Check = verify) -> Location:
     """Return the checkpoint at a location.
 
     If the location is a folder of checkpoints or a run directory, return the newest checkpoint that passes `check`.
-    Raises CheckpointError, with a description of what was expected, if there is none.
+    If there is none, raises a CheckpointError that describes what was expected.
     """
     # "." has no name and no parent
     place = place if place.name else to_absolute(place)

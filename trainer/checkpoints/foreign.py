@@ -27,8 +27,8 @@ def read_contents(path: Path, names: Collection[str] = ()) -> dict[str, Any]:
 def read_file(path: Path) -> dict[str, Any]:
     """Read a `torch.save` file, a Lightning `.ckpt` or a `.safetensors` file as the contents of a checkpoint.
 
-    The contents are the weights and, if the file has a `state_dict` key, the file's other entries. Raises a
-    CheckpointError that describes the file's contents if the file is rejected.
+    The contents are the weights and, if the file has a `state_dict` key, the file's other entries. If the file is
+    rejected, raises a CheckpointError that describes its contents.
     """
     if not path.is_file():
         raise CheckpointError(f"{path} is not a file; expected a .pt, .pth, .ckpt or .safetensors file.")
@@ -44,7 +44,7 @@ def _load_pickle(path: Path) -> Any:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # warnings about TorchScript and old formats; errors are raised anyway
             return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # on a foreign file, a parser may raise anything
+    except Exception as error:  # given an unknown file, a parser may raise any exception
         unsafe = _unsafe_names(path) or re.findall(r"GLOBAL (\S+)", str(error))
         if unsafe:
             raise CheckpointError(
@@ -61,7 +61,7 @@ def _load_pickle(path: Path) -> Any:
 def _unsafe_names(path: Path) -> list[str]:
     try:
         return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
-    except Exception:  # not a zip file, or damaged: the error of torch.load is clearer
+    except Exception:  # not a zip file, or damaged: torch.load's error is clearer
         return []
 
 

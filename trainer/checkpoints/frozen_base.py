@@ -1,4 +1,4 @@
-"""Bases: files with untrained weights. Each is stored once, beside the checkpoints that refer to it.
+"""Bases: files with untrained weights. Each is stored once, alongside the checkpoints that refer to it.
 
 checkpoints/
 |-- base/
@@ -48,8 +48,8 @@ def take_base(folder: Folder, file: str, tensors: dict[str, Tensor], frozen: Col
 
     An existing base is used if it contains at least half of the frozen bytes. Otherwise, the result is a new base.
     """
-    # Compared by content at each save: writes to `.data` change neither `_version` nor the address. This costs one
-    # SHA-256 pass on all cores, as much as writing the weights would.
+    # Compared by content at each save, because writes to `.data` change neither `_version` nor the address. This costs
+    # one SHA-256 pass on all cores, which takes as long as writing the weights would.
     digests = digests_of({name: tensors[name] for name in tensors if name in frozen})
     total = sum(tensors[name].nbytes for name in digests)
     stored, names, most = None, set(digests), total / 2

@@ -21,7 +21,7 @@ class FileSum(NamedTuple):
 
 
 class HashedFile:
-    """A new local file that is hashed while it is written. Closing the file syncs it and sets `sum`."""
+    """A new local file that is hashed as it is written. Closing the file syncs it and sets `sum`."""
 
     def __init__(self, path: Path) -> None:
         self.sum = FileSum(0, "")
@@ -63,9 +63,9 @@ class HashedFile:
 
 
 class HashedUpload(HashedFile):
-    """A new object in a store, hashed during its upload.
+    """A new object in a store, hashed as it is uploaded.
 
-    The object appears only when the upload is closed. After an error, it never appears.
+    The object appears only when the upload is closed. If an error occurs, it never appears.
     """
 
     def __init__(self, file: Any) -> None:
@@ -88,7 +88,7 @@ class HashedUpload(HashedFile):
                 self._file.close()
                 is_uploaded = True
         finally:
-            # otherwise the abandoned file's finalizer would complete its upload and overwrite that of the next attempt
+            # otherwise the abandoned file's finalizer would complete its upload and overwrite the next attempt's
             if not is_uploaded:
                 with suppress(AttributeError):
                     self._file.closed = True
@@ -105,7 +105,7 @@ def write_bytes(file: HashedFile, data: bytes) -> FileSum:
 
 def file_sum(path: Path) -> FileSum:
     """Return the size and SHA-256 of a file. Raises OSError for a link."""
-    # one buffer for all blocks: a file of 10 GB would otherwise need ten thousand allocations
+    # one buffer for all blocks: a 10 GB file would otherwise need ten thousand allocations
     digest, size, buffer = hashlib.sha256(), 0, bytearray(1 << 20)
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb", buffering=0) as file:
         while count := file.readinto(buffer):
@@ -127,7 +127,7 @@ def check_file(path: Path, expected: FileSum) -> Path:
 
 def parse_json(data: bytes, name: str) -> Any:
     """Parse strict JSON (UTF-8, no NaN, no repeated keys). Raises CheckpointError with the file's name."""
-    # RecursionError: anybody can write a small file of 100,000 brackets
+    # RecursionError: anyone can craft a small file with 100,000 brackets
     try:
         return json.loads(data.decode("utf-8"), object_pairs_hook=_unique_keys, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:

@@ -20,18 +20,18 @@ from .hashed import parse_json as parse_json
 MODEL_FILE, TENSORS_FILE, STATE_FILE = "model.safetensors", "tensors.safetensors", "state.json"
 SHARD_FILE = re.compile(r"(model|tensors|base)-[0-9]{5,}\.safetensors")
 BASE, BASE_FILE = "base", "base.safetensors"
-"""Name of the folder of bases beside the checkpoints, and name of the base of model.safetensors in a manifest
-(frozen_base.py)."""
+"""Name of the folder that contains the bases, alongside the checkpoints, and the name that a manifest uses for the base
+of model.safetensors (frozen_base.py)."""
 DIGESTS = "sha256"
-"""Key in the header of a base for the SHA-256 of each tensor."""
+"""Key in a base's header under which each tensor's SHA-256 is stored."""
 FORMAT, OLDEST = 5, 4
 SHA256 = re.compile(r"[0-9a-f]{64}")
 _PREFIX = re.compile(r"([0-9a-f]{8})?")
-_LARGEST = 64 << 20  # bytes; a manifest of a hundred thousand files is smaller
+_LARGEST = 64 << 20  # bytes; even a manifest of 100,000 files is smaller
 
 
 def are_file_names(names: Iterable[str]) -> bool:
-    """Return whether all of these are valid names of checkpoint files."""
+    """Return whether all of these are valid checkpoint file names."""
     unsharded = (MODEL_FILE, TENSORS_FILE, STATE_FILE, MANIFEST, BASE_FILE)
     return all(name in unsharded or SHARD_FILE.fullmatch(name) for name in names)
 
@@ -115,7 +115,7 @@ def path_below(prefix: str, file: str) -> str:
 
 
 def parse_manifest(data: bytes) -> Manifest:
-    """Parse a manifest's text. Raises CheckpointError if it is damaged or has another format."""
+    """Parse a manifest's text. Raises CheckpointError if it is damaged or has a different format."""
     body = parse_json(data, MANIFEST)
     written = body.get("format") if isinstance(body, dict) else None
     # `type`, not isinstance: true is an int, and equal to 1
@@ -168,7 +168,7 @@ def _sum_of(body: Mapping[str, Any]) -> str:
 
 
 def load_manifest(directory: Path) -> Manifest:
-    """Read a checkpoint's manifest. Raises CheckpointError, with the directory and the problem."""
+    """Read a checkpoint's manifest. Raises CheckpointError, stating the directory and the problem."""
     regular_size(directory, MANIFEST, limit=_LARGEST)
     try:
         return parse_manifest((directory / MANIFEST).read_bytes())
@@ -199,7 +199,7 @@ def require_size(place: object, file: str, size: int, expected: int) -> None:
 
 
 def require_removable(place: object, content: Manifest, foreign: Sequence[str], run: str | None) -> None:
-    """Raise CheckpointError if `run` did not write the checkpoint, or if there are `foreign` files in it."""
+    """Raise CheckpointError if `run` did not write the checkpoint, or if it contains `foreign` files."""
     if run is not None and run != content.run:
         raise CheckpointError(f"{place} is not removed: another run wrote it.")
     if foreign:

@@ -1,9 +1,9 @@
 """ObjectFolder: a folder of checkpoints in an object store, such as s3://bucket/run/checkpoints.
 
-A store cannot rename objects, but each object appears complete, and for all readers at the same time. Therefore, each
-process uploads its files to their final locations. The manifest is uploaded last and commits the checkpoint. Only the
-manifest is ever overwritten: if a checkpoint is replaced, its new files are uploaded to a new folder, which is the
-`prefix` in the manifest.
+A store cannot rename objects, but an object becomes visible only once it is complete, and to all readers at the same
+time. Therefore, each process uploads its files directly to their final locations. The manifest is uploaded last and
+commits the checkpoint. Only the manifest is ever overwritten: if a checkpoint is replaced, its new files are uploaded
+to a new folder, which the manifest records as `prefix`.
 
 step-00001200/
 |-- .writing               exists while the checkpoint is being written or removed; contains the run's id
@@ -47,7 +47,7 @@ class ObjectFolder:
         self.location = location
         connect(location)  # fails now if a package is missing
         self._downloads: Path | None = None
-        # the stage whose manifest was sent: it may still arrive after the request has failed
+        # the stage whose manifest was sent: it may still arrive after the request fails
         self._sent: str | None = None
 
     def _ask(self, request: str, place: str, *arguments: Any, **options: Any) -> Any:
@@ -254,7 +254,7 @@ class ObjectFolder:
 
 
 def is_object(place: Address) -> bool:
-    """Return whether an object exists at an address. Raises CheckpointError if the store does not answer."""
+    """Return whether an object exists at an address. Raises CheckpointError if the store does not respond."""
     try:
         return bool(_reading(place, retried, place, connect(place).info, place)["type"] == "file")
     except FileNotFoundError:

@@ -1,7 +1,7 @@
 """Reads a checkpoint on all ranks. Each byte is read and hashed by exactly one rank.
 
 Rank 0 reads and broadcasts the values that all ranks need. If tensors are needed in shards, each rank verifies the file
-with its own rank number. This file contains the rank's shards if the layout is the same as when the checkpoint was
+whose number matches its rank. This file contains the rank's shards if the layout is the same as when the checkpoint was
 written. If the number of processes has changed, a rank also reads slices of other files.
 """
 
@@ -25,7 +25,7 @@ from .storage import fetch_file, folder_at, is_file, local_file
 from .tensors import read_tensors
 
 KEYS = {"model": "state_dict", "base": "state_dict", "tensors": "optimizer_states"}
-"""Key in the contents of the shards in a file, by the start of the file's name."""
+"""Maps the start of a file's name to the key in the contents for the shards in that file."""
 
 
 def read(source: Location) -> dict[str, Any]:
@@ -40,7 +40,7 @@ def read_checkpoint(checkpoint: Location, in_parts: Collection[str] = (), ranks:
     """Verify a checkpoint and return its contents, with tensors in host memory. All ranks in `ranks` must call this.
 
     For the keys in `in_parts`, each sharded tensor is returned as a `StoredTensor`, from which a rank reads only the
-    slices that it needs. Raises CheckpointError, on every rank, with the file and the problem.
+    slices that it needs. Raises CheckpointError on every rank, stating the file and the problem.
     """
     contents: dict[str, Any] = {}
     # all ranks use rank 0's manifest: on a network disk, another rank may see an older manifest

@@ -150,7 +150,7 @@ def _zip(*sequences: Sequence[int]) -> Iterator[tuple[int, ...]]:
 
 
 def load_stored(value: Any) -> Any:
-    """Return nested containers in which every StoredTensor is replaced by the full tensor."""
+    """Return nested containers with every StoredTensor replaced by the full tensor."""
     if isinstance(value, StoredTensor):
         return value.read()
     if type(value) is dict:

@@ -1,10 +1,10 @@
 """Folders of checkpoints. A checkpoint is either complete under its name or absent, even if the process dies.
 
 A save writes the folder `.step-00001200.partial`, syncs every file, writes the manifest last, and renames the folder to
-`step-00001200`. A checkpoint that is replaced is first renamed to `.step-00001200.replaced`, and is deleted after the
-new checkpoint has its name. A checkpoint that is removed is first renamed to `.step-00001200.partial`. Therefore, the
-old or the new checkpoint is complete at any time, under its name or as `.replaced`. Leftovers of an interrupted process
-have fixed names, and the next start cleans them up.
+`step-00001200`. A checkpoint that is being replaced is first renamed to `.step-00001200.replaced`, and is deleted once
+the new checkpoint has taken its name. A checkpoint that is being removed is first renamed to `.step-00001200.partial`.
+As a result, either the old or the new checkpoint is complete at any time, under its name or as `.replaced`. Anything
+that an interrupted process leaves behind has a fixed name and is cleaned up the next time the run starts.
 """
 
 import os
@@ -54,13 +54,13 @@ class Folder(Protocol):
         """Return the names of committed checkpoints (those with a manifest)."""
 
     def candidates(self) -> list[str]:
-        """Return names of possibly complete checkpoints, including temporary names that a dead process left."""
+        """Return names of possibly complete checkpoints, including temporary names left by a dead process."""
 
     def committed(self, name: str) -> str | None:
         """Return the name of a committed checkpoint, which may be temporary; None if it is not committed."""
 
     def read_manifest(self, name: str) -> manifest.Manifest:
-        """Read a checkpoint's manifest. Raises CheckpointError with the location and the problem."""
+        """Read a checkpoint's manifest. Raises CheckpointError, stating the location and the problem."""
 
     def check_sizes(self, name: str) -> manifest.Manifest:
         """Read a checkpoint's manifest and check the sizes of its files. Raises CheckpointError."""
@@ -68,7 +68,7 @@ class Folder(Protocol):
     def fetch(self, name: str, content: manifest.Manifest, files: Collection[str]) -> Path:
         """Return a local folder that contains these files of a checkpoint. The caller must verify the files.
 
-        The folder exists as long as this object.
+        The folder exists for as long as this object does.
         """
 
     def read_index(self) -> CheckpointIndex | None:
@@ -125,7 +125,7 @@ class LocalFolder:
         return [path.name for path in paths if path.name[0] != "." and (path / manifest.MANIFEST).is_file()]
 
     def candidates(self) -> list[str]:
-        """Return the names of checkpoints, including temporary names that a dead process left during a replacement."""
+        """Return checkpoint names, including temporary names left by a process that died during a replacement."""
         candidates: dict[str, str] = {}
         # ".step-..." sorts first, so "step-..." replaces it
         for path in sorted(self.path.iterdir()) if self.path.is_dir() else ():
@@ -275,7 +275,7 @@ class LocalFolder:
         path, doomed = self.path / name, temporary_path(self.path / name, PARTIAL)
         self._require_removable(path, run)
         with _naming(path):
-            # first, because a later clean-up would restore the checkpoint that this checkpoint has replaced
+            # first, because a later clean-up would restore the checkpoint that this one replaced
             _delete(temporary_path(self.path / name, REPLACED))
             _delete(doomed)
             self._rename(path, doomed)

@@ -15,7 +15,7 @@ from ...base.location import REPOSITORY, STORES, is_repository
 T = TypeVar("T")
 
 TRIES, FIRST_WAIT = 6, 0.2
-"""Attempts per request, and seconds before the first retry. Each further wait is twice as long, 6 s in total."""
+"""Attempts per request, and seconds before the first retry. Each subsequent wait is twice as long, 6 s in total."""
 LASTING = (
     *(FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError),
     *(NotImplementedError, TypeError, ValueError),
@@ -61,7 +61,7 @@ def sizes_below(address: str) -> dict[str, int]:
         objects = retried(address, connect(address).find, address, detail=True)
     except FileNotFoundError:
         return {}
-    # an address may hold more than the path: abfs://container@account.dfs.core.windows.net/runs
+    # an address may contain more than the path: abfs://container@account.dfs.core.windows.net/runs
     start = len(strip_protocol(address).rstrip("/")) + 1
     return {path[start:]: entry["size"] for path, entry in objects.items()}
 
@@ -75,15 +75,15 @@ def require_writable(address: str) -> None:
 def retried(address: str, request: Callable[..., T], *arguments: Any, **options: Any) -> T:
     """Make a request, retrying it a few times, and return the result. Raises OSError, with the address in its message.
 
-    Errors in LASTING are raised unchanged and at once. Some object store libraries also retry requests, but not after
-    all errors.
+    Errors in LASTING are raised immediately and unchanged. Some object store libraries also retry requests, but not
+    after all errors.
     """
     for attempt in range(TRIES):
         try:
             return request(*arguments, **options)
         except LASTING:
             raise
-        except Exception as error:  # each library raises its own kinds
+        except Exception as error:  # each library raises its own types of errors
             # s3fs raises EINVAL for a request that the store rejects
             if getattr(error, "errno", None) == errno.EINVAL or attempt == TRIES - 1:
                 raise OSError(getattr(error, "errno", None) or errno.EIO, f"{address}: {error}") from error

@@ -52,7 +52,7 @@ def run_elastic_workers(
     Args:
         timeout: seconds after which a process that has not joined a new group is killed.
 
-    Raises ConfigError if there are several nodes. Also raises the errors of `launch_workers`.
+    Raises ConfigError if there are multiple nodes. Also raises the same errors as `launch_workers`.
     """
     if nodes > 1:
         raise ConfigError("elastic=true runs on one machine only. Leave trainer.num_nodes out.")
@@ -99,7 +99,7 @@ class ElasticWorkerGroup(WorkerGroup):
         self.survived_failures: list[Failure] = []
         """Failures that the run has survived."""
         self.waiting_to_exit: list[Member] = []
-        """Finished members that wait for permission to exit."""
+        """Finished members that are waiting for permission to exit."""
         self.returning: Member | None = None
         self.result: Any = None
         self.has_result = self.closed = False
@@ -127,7 +127,7 @@ class ElasticWorkerGroup(WorkerGroup):
             )
 
     def value(self) -> Any:
-        """Return the result that one of the members has sent."""
+        """Return the result that one of the members sent."""
         return self.result
 
     def _pause(self) -> float:
@@ -168,8 +168,8 @@ class ElasticWorkerGroup(WorkerGroup):
 
     def _kill_late_members(self) -> None:
         generation = self.registry.generation
-        # Forming the first group may take long, because processes start and import modules. Its members detect a
-        # missing process by the timeout of the group.
+        # Forming the first group may take a long time, because processes are starting and importing modules. Its
+        # members detect a missing process through the group's timeout.
         if generation.version == 1 or time.monotonic() < self.published_at + self.timeout:
             return
         # wait for another timeout before the next kill, because a death is recorded with a delay
@@ -207,7 +207,7 @@ class ElasticWorkerGroup(WorkerGroup):
         self._release_next()
 
     def _note_failure(self, member: Member, failure: Failure) -> None:
-        self._read_messages()  # handle messages sent before the death first, even if this launcher reads them late
+        self._read_messages()  # first handle messages sent before the death, even if this launcher reads them late
         if member in self.registry.finished:
             self.waiting_to_exit = [waiting for waiting in self.waiting_to_exit if waiting != member]
             self.returning = None if self.returning == member else self.returning

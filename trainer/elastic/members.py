@@ -1,7 +1,7 @@
 """Membership of a process in an elastic run. The process detects changes and continues with the new members.
 
-A broken connection or a new generation interrupts the loop. The process then joins the group of the newest generation,
-adopts the newest state, and continues as if it had resumed in the middle of an epoch.
+A broken connection or a new generation interrupts the loop. The process then joins the group of the latest generation,
+adopts the latest state, and continues as if it had resumed in the middle of an epoch.
 """
 
 import logging
@@ -81,7 +81,7 @@ class ElasticMembership(Membership):
         """True if this process is joining a run in progress and has not taken part yet."""
         self.generation = Generation(0, ())
         self.agreed_version = 0
-        """Version of the newest generation on which the ranks have agreed."""
+        """Version of the latest generation that the ranks have agreed on."""
         self.place = Place()
         self.taking_part = self.broken = False
         self.consistent = not elastic_worker.joins
@@ -141,7 +141,7 @@ class ElasticMembership(Membership):
             raise MembershipChanged
 
     def __enter__(self) -> None:
-        """If the group is broken, form a new group and adopt the newest state."""
+        """If the group is broken, form a new group and adopt the latest state."""
         if not self.taking_part:
             self._take_part()
         while self.broken:
@@ -157,7 +157,7 @@ class ElasticMembership(Membership):
     ) -> bool | None:
         """Suppress errors from a broken group.
 
-        The next `__enter__` recovers, because only then does no traceback reference the group's objects.
+        Recovery is left to the next `__enter__`, because by then no traceback references the group's objects.
         """
         if error is None or self.trainer.current_run.loop.remaining == "nothing":
             return False
@@ -171,7 +171,7 @@ class ElasticMembership(Membership):
             self.consistent = self.consistent and not optimization.updating
             optimization.updating = False
             # Objects in the frames (such as a Work) would keep the old group's connections open, and other ranks would
-            # wait on them: gloo closes its sockets with the last reference, not in abort() or shutdown().
+            # wait on them: gloo closes its sockets when the last reference is dropped, not in abort() or shutdown().
             traceback.clear_frames(trace)
         return self.broken
 
@@ -179,7 +179,7 @@ class ElasticMembership(Membership):
         """Return whether a broken connection caused the error and a newer generation can continue the run."""
         if not is_communication(error):
             return False
-        # usually the launcher has detected the death by now; otherwise connections may break without a death
+        # the launcher has usually detected the death by now; if not, connections may have broken without a death
         if self._newer_generation_within(GENERATION_WAIT):
             return True
         step = self.trainer.state.global_step
@@ -226,7 +226,7 @@ class ElasticMembership(Membership):
             log.info("Step %d: continuing with %d processes.", run.state.global_step, self.place.world_size)
 
     def _next_generation(self) -> Generation:
-        """Wait until all members of the newest generation have arrived, and return this generation."""
+        """Wait until all members of the latest generation have arrived, and return this generation."""
         seen, generation, began = self.generation.version, self.generation, time.monotonic()
         while True:
             version = self.store.version()

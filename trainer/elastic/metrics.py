@@ -15,7 +15,7 @@ ONCE_PER_PROCESS = -2
 
 
 class SharedStates(MetricStates):
-    """Metric states by replica, including the newest states from other processes."""
+    """Metric states by replica, including the latest states from other processes."""
 
     def __init__(self, task: nn.Module, replicas: Iterable[int], by_replica: bool) -> None:
         super().__init__(task, replicas, by_replica)
@@ -82,7 +82,7 @@ class SharedMetrics(Metrics):
             self.replica = ONCE_PER_PROCESS
 
     def flush(self) -> None:
-        """Read all pending values. Training values are not counted before the next exchange.
+        """Read all pending values. Training values are not counted until the next exchange.
 
         Otherwise, the values of an interrupted step would be counted twice, because the step is repeated.
         """
@@ -92,7 +92,7 @@ class SharedMetrics(Metrics):
             super().flush()
 
     def drop_step(self) -> None:
-        """Ignore all values of the newest step, including values that are logged after this call."""
+        """Ignore all values of the latest step, including values logged after this call."""
         self.unshared = [row for row in self.unshared if row[4] not in (self.step, self.dropped)]
         super().drop_step()
 
@@ -103,12 +103,12 @@ class SharedMetrics(Metrics):
 
     # --- exchanges --------------------------------------------------------------------------------------------------
     def share_step(self) -> None:
-        """Exchange the values of the current step between all ranks before the weights are updated.
+        """Exchange the values of the current step among all ranks before the weights are updated.
 
         All ranks must call this.
 
-        This prevents the loss of values from a finished step if a rank dies. Values that are logged later in the step
-        are sent in the next step or at the next logging point.
+        This way, no values from a finished step are lost if a rank dies. Values that are logged later in the step are
+        sent in the next step or at the next logging point.
         """
         self._share((), names=True)
 
@@ -117,12 +117,12 @@ class SharedMetrics(Metrics):
         self._share(())
 
     def _share(self, extra: Sequence[float], names: bool = False) -> list[float]:
-        """Exchange values between ranks. Return the maximum over ranks of each entry of `extra`.
+        """Exchange values among ranks. Return the maximum over ranks of each entry of `extra`.
 
         If the exchange fails, this rank's values are left unchanged.
 
         Args:
-            names: whether to compare the names that ranks logged in the newest step.
+            names: whether to compare the names that ranks logged in the latest step.
         """
         if self.stage == "train":
             self.flush()
@@ -148,7 +148,7 @@ class SharedMetrics(Metrics):
         return [max(column) for column in zip(*extras, strict=True)][2:]
 
     def _logged_in_step(self, rows: list[tuple[int, int, float, float, int]]) -> list[int]:
-        """Return the indices of the series with values in the newest step, excluding series that only rank 0 logs."""
+        """Return the indices of the series with values in the latest step, excluding series that only rank 0 logs."""
         alone = {number for number, description in enumerate(self.exchange.descriptions) if Series(*description).alone}
         return [number for number, *_, step in rows if step == self.step and number not in alone]
 
@@ -158,11 +158,11 @@ class SharedMetrics(Metrics):
         return {}
 
     def newest_values(self) -> Reduced:
-        """Return the values of the newest step. Every rank already has them, so this is not a collective call."""
+        """Return the values of the latest step. Every rank already has them, so this is not a collective call."""
         return sort_out(self._totals_of_step(), "_step")
 
     def gather_step(self, extra: Sequence[float]) -> tuple[list[tuple[Series, float]], list[float]]:
-        """Return the values of the newest step over all replicas, and the maximum over ranks of each entry of `extra`.
+        """Return the values of the latest step over all replicas, and the maximum over ranks of each entry of `extra`.
 
         All ranks must call this.
         """

@@ -1,4 +1,4 @@
-"""State transfer in a new generation: the process with the newest state sends it to the others."""
+"""State transfer in a new generation: the process with the latest state sends it to the others."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -56,19 +56,19 @@ Point = tuple[int, dict[str, float]]
 
 @dataclass
 class MemberState:
-    """Loop state of a process. Members compare their states to find the newest one."""
+    """Loop state of a process. Members compare their states to find the latest one."""
 
     consistent: bool
     """True if weights and loop state are consistent."""
     progress: Progress
-    """Step, epoch, whether the epoch has ended, the steps of the newest validation and logging point, and the number of
+    """Step, epoch, whether the epoch has ended, the steps of the latest validation and logging point, and the number of
     exchanges of logged values. A process that has completed one more exchange than others has all ranks' values."""
     epoch_steps: int
     elapsed: float
     stop: bool
     should_stop: bool
     point: Point | None
-    """Newest logging point."""
+    """Latest logging point."""
     first_step: int
     """First step that these processes run."""
 
@@ -94,7 +94,7 @@ def shared_metrics(run: "Run") -> SharedMetrics:
 def transfer_state(
     run: "Run", place: Place, snapshot: MetricSnapshot, consistent: bool, open_outputs: "Callable[[Run], None] | None"
 ) -> None:
-    """Adopt the newest state among all members. All members of the new group must call this.
+    """Adopt the latest state among all members. All members of the new group must call this.
 
     Args:
         consistent: see MemberState.
@@ -115,10 +115,10 @@ def transfer_state(
     newest = states[source]
     if not newest.consistent:
         raise WorkerError("No process with consistent weights is left. Resume from the newest checkpoint.")
-    # to the step that is repeated, before this state is compared with others or sent to them
+    # rewind to the step to be repeated, before this state is compared with others or sent to them
     snapshot.rewind(newest.progress[0], validating)
     metrics.rewind(newest.progress[0])
-    # values from another epoch, or logged before this epoch's first step, must not count in the continued epoch
+    # values from another epoch, or logged before this epoch's first step, must not be counted in the continued epoch
     if before.progress[1:3] != newest.progress[1:3] or newest.progress[2] or newest.epoch_steps == 0:
         metrics.forget_epoch()
     behind = [state.progress != newest.progress or not state.consistent for state in states]
@@ -135,7 +135,7 @@ def transfer_state(
     # a newly opened logger has dropped points from this step on, as after a resume
     wrote = before.point == newest.point and open_outputs is None
     if place.rank == 0 and not wrote and newest.point is not None and newest.point[0] == run.state.global_step:
-        for logger in trainer.loggers:  # the previous writer may have died before it wrote the point
+        for logger in trainer.loggers:  # the previous writer may have died before writing the point
             logger.log_metrics(newest.point[1], newest.point[0])
 
 
@@ -150,7 +150,7 @@ def _load_state(run: "Run", saved: dict[str, Any]) -> None:
 
 
 def _continue_at(run: "Run", place: Place, newest: MemberState) -> None:
-    """Adopt the newest loop state and this process's share of the data."""
+    """Adopt the latest loop state and this process's share of the data."""
     trainer, state = run.trainer, run.state
     run.agreement.join(run.strategy.collectives, state.global_step, newest.elapsed)
     run.agreement.stop = newest.stop

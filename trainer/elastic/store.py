@@ -1,4 +1,4 @@
-"""Membership store of an elastic run, through which the launcher and workers exchange generations and messages.
+"""Membership store of an elastic run, used by the launcher and workers to exchange generations and messages.
 
 Only the launcher writes generations. Every worker may post messages, which the launcher reads.
 """
@@ -72,7 +72,7 @@ class MembershipStore:
         self.entries.add("version", 1)
 
     def version(self) -> int:
-        """Return the version of the newest generation, or 0 before the first generation."""
+        """Return the version of the latest generation, or 0 before the first generation."""
         # adding 0 returns a number immediately, while `get` blocks until the key exists and returns bytes
         return int(self.entries.add("version", 0))
 
@@ -106,7 +106,7 @@ class MembershipStore:
             yield event, Member(*member), number
 
     def release_member(self, member: Member, returns_result: bool) -> None:
-        """Permit a finished process to exit. If `returns_result` is True, the process first sends the result."""
+        """Allow a finished process to exit. If `returns_result` is True, the process first sends the result."""
         self.entries.set(f"dismissed/{member.id}", "answer" if returns_result else "go")
 
     def released(self, member: Member) -> str | None:
@@ -147,7 +147,7 @@ class MemberRegistry:
 
     @property
     def running(self) -> bool:
-        """True once all first members have started training. From then on, the run survives if a process dies."""
+        """True once all first members have started training. From then on, the run survives the death of a process."""
         return not self.waiting_to_begin
 
     def begin(self, member: Member, replicas: int) -> None:

@@ -31,7 +31,7 @@ class Agreement:
         """Exchange additional numbers in each agreement.
 
         Args:
-            read: returns a list of this rank's numbers; its length must be equal on all ranks.
+            read: returns a list of this rank's numbers; its length must be the same on all ranks.
             tell: called after each agreement with the maximum of each number over ranks. If it returns true, the ranks
                 agree again after the next step. All ranks must return the same value.
         """
@@ -99,7 +99,7 @@ class Agreement:
             self.next_step = self.next_round = 0
 
     def begin_evaluation(self) -> None:
-        """Restart the count of rounds for a new evaluation. The interval of the previous evaluation is used again."""
+        """Restart the count of rounds for a new evaluation. The interval of the previous evaluation is reused."""
         self.next_round = self._rounds_between
         self._round_met_at, self._round_met = time.monotonic(), 0
 

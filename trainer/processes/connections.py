@@ -1,8 +1,8 @@
-"""Connections of the process groups: the TCP sockets that are opened while the groups are created.
+"""Connections of the process groups: the TCP sockets that are opened while the groups are being created.
 
 gloo takes 10 ms to close each of a group's sockets, one after another. If a rank dies, a waiting rank learns of this
-only after the neighbor that waits for the dead rank has closed its sockets. For n ranks, this would take 5 n² ms (20 s
-for 64 ranks).
+only after the neighbor that is waiting for the dead rank has closed its sockets. For n ranks, this would take 5 n² ms
+(20 s for 64 ranks).
 """
 
 import os
@@ -69,7 +69,7 @@ def _borrowed(number: int) -> Iterator[socket.socket]:
     Raises OSError if the file is not a socket.
     """
     limit = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(None)  # the script's timeout would make the socket non-blocking, for its owner too
+    socket.setdefaulttimeout(None)  # the script's timeout would make the socket non-blocking, for its owner, too
     try:
         connection = socket.socket(fileno=number)
     finally:

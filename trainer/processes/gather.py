@@ -41,7 +41,7 @@ def gather(strategy: Any, run: Any, data: Any, group: Any, sync_grads: bool) -> 
         _exchange(tensor.detach(), [row[index] for row in shapes], ranks) for index, tensor in enumerate(tensors)
     ]
     if any(with_gradient):
-        # every rank makes the channel before any backward pass: making a group is a collective call
+        # every rank creates the channel before any backward pass, because creating a group is a collective call
         channel = _channel(strategy, group)
         for index, tensor in enumerate(tensors):
             if with_gradient[index]:

@@ -41,7 +41,7 @@ T = TypeVar("T")
 ANSWER_SECONDS = 3.0
 """Seconds for ranks to write to the board, and seconds that rank 0 keeps the store open after a failure."""
 STORE_SECONDS = 10.0
-"""Seconds within which the store must answer."""
+"""Seconds within which the store must respond."""
 REPORT_SECONDS = 120.0
 """Minimum seconds without progress before a report."""
 LONGEST_STEPS = 20
@@ -55,13 +55,13 @@ SAVED = "The run's checkpoints are complete: resume=auto continues the run."
 KILLED = "it may have been killed (out of memory: see `dmesg`)"
 
 Position = dict[str, Any]
-"""A rank's position: what it is doing, whether it waits for other ranks, its seconds without progress, and its step."""
+"""A rank's position: what it is doing, whether it is waiting for others, its seconds without progress, and its step."""
 
 
 class Board:
     """Notes that the ranks write to their store.
 
-    All methods raise RuntimeError if the store no longer exists or does not answer.
+    All methods raise RuntimeError if the store no longer exists or does not respond.
     """
 
     def __init__(self, store: Any, rank: int, size: int) -> None:
@@ -98,8 +98,8 @@ class Board:
         return bool(self._ask("check", [alarm]))
 
     def _ask(self, method: str, *arguments: Any) -> Any:
-        # While the network is down, torch waits for the answer without a time limit. Therefore, the call runs in a
-        # separate thread, which can be abandoned.
+        # While the network is down, torch waits for a response indefinitely. Therefore, the call runs in a separate
+        # thread, which can be abandoned.
         answer = Future[Any]()
 
         def call() -> None:
@@ -147,7 +147,7 @@ class Watchdog:
         """Duration of the longest step (or evaluation batch) so far in seconds, excluding the first."""
         self.reports = 0
         self.token = ""
-        """Token of this run, which distinguishes its ranks from those of other runs at the same store."""
+        """Token of this run, which distinguishes its ranks from those of other runs that use the same store."""
         self.shows_position = self.reported_failure = False
         """True while this rank's position is on the board; true once this rank has reported it after a failure."""
         self.failed_stack: list[Frame] | None = None
@@ -200,7 +200,7 @@ class Watchdog:
                 place, since = now, moment
                 report_at = max(self.report_after, LONGEST_STEPS * self.longest)
             stalled, reports = moment - since, self.reports
-            # before any request to the store, which may not answer
+            # before any request to the store, which may not respond
             if self.begun and self.end_after is not None and stalled >= self.end_after:
                 self._end(stalled)
             if stalled >= report_at:
@@ -234,7 +234,7 @@ class Watchdog:
             return False
         positions = board.read("at").values()
         all_wait = len(positions) == board.size and all(position["waits"] for position in positions)
-        # without the user's call: ranks that run their own backward pass look the same
+        # not if all are in collectives of the run itself: ranks that run their own backward pass look the same
         return all_wait and any("called in" in position["where"] for position in positions)
 
     def _end(self, stalled: float) -> None:
@@ -318,7 +318,7 @@ class Watchdog:
         seconds_before = {rank: position["seconds"] for rank, position in board.read("at").items()}
         while True:
             notes, positions = board.read(topic), board.read("at")
-            # ignore a position that was not rewritten since then: its rank may have moved on
+            # ignore a position that has not been rewritten since: its rank may have moved on
             waiting = [
                 f"rank {rank} {position['where']}"
                 for rank, position in positions.items()
@@ -413,7 +413,7 @@ class Watchdog:
     def _message_of_all(self, alarm: str, position: Position, head: str) -> tuple[str, bool]:
         """Raise an alarm with this rank's position. Return a message, and whether this rank raised the alarm first.
 
-        The message lists the positions of all ranks or, if the store does not answer, only that of this rank.
+        The message lists the positions of all ranks or, if the store does not respond, only that of this rank.
         """
         board, is_first = self.board, True
         if board is None:

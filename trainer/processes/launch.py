@@ -39,13 +39,13 @@ from .transport import Failure, Settings, pack, pickled_by_value, unpack
 log = logging.getLogger("legato")
 T = TypeVar("T")
 
-# Modules that every worker needs; the fork server imports them once. Legato's modules come last; without them here each
-# worker would need 0.2 s, and there may be many workers per core.
+# Modules that every worker needs; the fork server imports them once. Legato's modules come last; if they were not
+# listed, each worker would need 0.2 s to import them, and there may be many workers per core.
 PRELOAD = ["torch", "torch.distributed", "torch.nn.parallel", "torch.utils.data", __name__]
 PRELOAD += ["legato.trainer.trainer", "legato.trainer.strategies.ddp"]
 PRELOAD.insert(0, f"{__package__}.fork_server")  # before the slow imports, because it blocks signals in the server
 _CAUSE_WAIT = 2.0  # seconds for the rank that caused a broken connection to report the cause
-_GRACE = 5.0  # seconds between SIGTERM and SIGKILL: a process that waits in a collective does not handle SIGTERM
+_GRACE = 5.0  # seconds between SIGTERM and SIGKILL: a process waiting in a collective does not handle SIGTERM
 _ALIVE_TIMEOUT = 3.0  # seconds without a touch of its alive file after which a worker that should end is killed
 _DUMPING = 0.5  # seconds for that worker to write its stacks first
 _INTERRUPT_GRACE = 60.0  # seconds for workers after Ctrl-C: they may be writing a checkpoint
@@ -146,7 +146,7 @@ class Worker:
     report: Path
     has_ended: bool = False
     unanswered: int = 0
-    """Signal that the worker did not answer, which is why it is killed; 0 if there is none."""
+    """Signal that the worker failed to respond to before it was killed; 0 if there is none."""
 
     def send(self, number: int) -> None:
         """Send a signal, unless the process has exited."""
@@ -320,7 +320,7 @@ class WorkerGroup:
 
     def _record_end(self, worker: Worker, end: "int | Failure") -> None:
         if isinstance(end, Failure):
-            # if no signal came from outside, this process sent the signal that the worker did not answer
+            # if no signal came from outside, this process sent the signal that the worker did not respond to
             is_stopped = end.signal in (signal.SIGTERM, signal.SIGKILL) and not (end.is_forced and self._relay.received)
             if self._stopped_at is None or not is_stopped:
                 end.rank, end.world_size = worker.rank, self._world_size

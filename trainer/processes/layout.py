@@ -1,4 +1,4 @@
-"""Checks the layout of a run's processes over nodes and devices against the config, and prints the layout."""
+"""Checks the layout of a run's processes over nodes and devices against the config, and prints it."""
 
 import socket
 from collections.abc import Callable, Sequence
@@ -100,7 +100,7 @@ def describe_layout(entries: Sequence[ProcessEntry], origin: str, meeting: str) 
     lines = [f"{counted(len(entries), 'process')} on {counted(len(nodes), 'node')}{starter}{address}"]
     for (index, host), members in nodes.items():
         spans = []
-        # consecutive ranks on the same device have the same difference to their index
+        # for consecutive ranks on the same device, the difference between rank and index is constant
         for (device, _), span in groupby(enumerate(members), lambda pair: (pair[1][3], pair[1][0] - pair[0])):
             ranks = [entry[0] for _, entry in span]
             spans.append(f"ranks {ranks[0]}-{ranks[-1]} on {device}" if ranks[1:] else f"rank {ranks[0]} on {device}")

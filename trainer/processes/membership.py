@@ -15,7 +15,7 @@ class Membership:
     """Membership in a run with a fixed set of processes. ElasticMembership overrides its methods."""
 
     open_outputs: Callable[[Any], None] | None = None
-    """Opens the loggers of a Run. Set during set-up, for a process that becomes rank 0 after the old rank 0 left."""
+    """Opens the loggers of a Run. Set during set-up, for a process that becomes rank 0 after the old one leaves."""
 
     def connect(self, place: Place) -> Place:
         """Form the process group, and return this process's rank and node as a `Place`."""

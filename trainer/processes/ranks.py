@@ -42,7 +42,7 @@ class Ranks:
 
     def barrier(self) -> None:
         """Wait until every rank has called this."""
-        # not dist.barrier, which chooses a device by itself under NCCL
+        # not dist.barrier, which chooses a device on its own under NCCL
         self.all_reduce(torch.zeros(1), "sum")
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
@@ -78,7 +78,7 @@ class Ranks:
             by_device.setdefault(tensor.device, []).append(tensor.detach())
         for device_tensors in by_device.values():
             ends = list(accumulate((tensor.nbytes for tensor in device_tensors), initial=0))
-            # group by the pieces of a tensor's start and end: a large tensor is alone and is sent without a copy
+            # group tensors by the pieces where they start and end: a large tensor is alone and is sent without a copy
             numbers = [(start // PIECE, end // PIECE) for start, end in pairwise(ends)]
             for _, piece in groupby(zip(numbers, device_tensors, strict=True), key=itemgetter(0)):
                 self._broadcast_piece([tensor for _, tensor in piece], source)
@@ -130,15 +130,15 @@ _groups: dict[Any, Any] = {}
 def legatos_group(limit: timedelta | None = None) -> Any:
     """Return the process group for Legato's collectives, which includes all ranks. All ranks must call this.
 
-    The default group is left to the script, so an extra collective call that one rank makes in the default group never
-    pairs with one of Legato's collectives. Unlike a group from `init_process_group("nccl")`, Legato's group also
-    supports CPU tensors.
+    The default group is left to the script, so an extra collective call that one rank makes in the default group is
+    never matched with one of Legato's collectives. Unlike a group from `init_process_group("nccl")`, Legato's group
+    also supports CPU tensors.
 
     Args:
         limit: timeout of the group's collectives.
     """
     world = dist.group.WORLD
-    # a new default group has new ranks; the groups of an earlier run are closed with their last reference
+    # a new default group has new ranks; an earlier run's groups are closed when the last reference to them is dropped
     if world not in _groups:
         _groups.clear()
         backends = ",".join(f"{device}:{name}" for device, name in devices_of_group().items())
@@ -186,8 +186,8 @@ DEFAULT = 1800.0
 class Timeouts:
     """Timeouts of collectives for each phase, and the current phase.
 
-    `startup` lasts from the rendezvous to the first step, which compiles kernels and fills loaders; `step` is training
-    with its validations; `checkpoint` is a save, during which other ranks wait for rank 0.
+    `startup` lasts from the rendezvous to the first step, which compiles kernels and fills loaders; `step` covers
+    training and its validations; `checkpoint` covers a save, during which other ranks wait for rank 0.
     """
 
     def __init__(self, wanted: Timeout) -> None:

@@ -44,7 +44,7 @@ class Rendezvous:
         return f"{self.host}:{self.port}"
 
 
-# Kept until exit: other ranks may still use a store when this rank is done, and the next group (of a second `fit`)
+# Kept until exit: other ranks may still be using a store when this rank is done, and the next group (of a second `fit`)
 # meets at the same address, under a new number.
 _open: "dict[Rendezvous, tuple[Store, itertools.count[int]]]" = {}
 atexit.register(_open.clear)
@@ -58,8 +58,8 @@ LEAVE_SECONDS = 20.0
 def find_store(place: Place, timeout: timedelta, init_method: str | None = None) -> "tuple[str, Store]":
     """Return the address of the rendezvous, and an empty store there that all ranks have joined.
 
-    Raises ConfigError if the address is in use or unknown, if nothing answers within `timeout`, or if ranks are missing
-    or duplicate. The error lists missing and duplicate ranks.
+    Raises ConfigError if the address is in use or unknown, if nothing responds within `timeout`, or if ranks are
+    missing or duplicate. The error lists missing and duplicate ranks.
     """
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
@@ -72,7 +72,7 @@ def find_store(place: Place, timeout: timedelta, init_method: str | None = None)
     store, meetings = _open[address]
     store.set_timeout(timeout)
     store = PrefixStore(f"legato/{address.attempt}/{next(meetings)}", store)
-    # The agents of several nodes count their own restarts, so their store may hold keys of an earlier attempt.
+    # On multiple nodes, each agent counts only its own restarts, so the store may contain keys from an earlier attempt.
     if address.one_node or not address.hosted_elsewhere:
         try:
             _await_all_ranks(store, place.rank, place.world_size, address, timeout)
@@ -116,7 +116,7 @@ def tell_failure(text: str, by_user: bool) -> None:
     place = find_place()
     if _met or place is None or place.world_size == 1 or place.origin not in ("slurm", "mpi", "environment"):
         return
-    # not earlier: a misspelled key must be reported without the seconds that torch needs
+    # not imported earlier: a misspelled key must be reported without first waiting seconds for torch
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
     address = _find_rendezvous(place, None)
@@ -286,7 +286,7 @@ def join_process_group(
         init_method: "env://" (MASTER_ADDR and MASTER_PORT, or the variables of SLURM and MPI) or "tcp://host:port". By
             default, Legato's workers use their launcher's store, and all other processes use "env://".
         device: the process's device if it has only one. NCCL then connects at once, so a rank whose device is
-            missing fails here and not in the first step.
+            missing fails here rather than in the first step.
 
     Raises ConfigError if the address is in use or cannot be reached, or if ranks are missing after `timeout`.
     """

@@ -49,7 +49,7 @@ def handling_end_signals(handler: Callable[[int], None], watch: "SignalWatch | N
         if threading.current_thread() is threading.main_thread():
             if watch is not None:
                 stack.enter_context(watch)
-            else:  # a watch of an outer context would end this process while its workers still save
+            else:  # a watch of an outer context would end this process while its workers are still saving
                 stack.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(-1))
             for number in END_SIGNALS:
                 if signal.getsignal(number) is not signal.SIG_IGN:
@@ -79,7 +79,8 @@ GRACE, NOTHING_TO_SAVE = 30.0, 5.0
 """Seconds after which a process that has not responded to SIGTERM or SIGHUP is killed: in general, and if there is
 nothing to save."""
 ONE_PRESS = 0.5
-"""Seconds within which two SIGINTs are one Ctrl-C, because launchers forward a signal that the terminal also sends."""
+"""Seconds within which two SIGINTs are treated as one Ctrl-C, because launchers forward a signal that the terminal also
+sends."""
 _TICK = 0.1
 _STOP = 0
 
@@ -116,7 +117,7 @@ class SignalWatch:
         self.presses: list[float] = []
         """Times at which Ctrl-C was pressed."""
         self.signal_to_answer = 0
-        """Signal that must be answered; 0 if there is none."""
+        """Signal that this process must respond to; 0 if there is none."""
         self.received_at = self.answered_at = float("-inf")
         self.ended = False
         self._reader = self._writer = self._before = -1
@@ -125,7 +126,7 @@ class SignalWatch:
 
     def __enter__(self) -> "SignalWatch":
         if threading.current_thread() is threading.main_thread():
-            # Python runs handlers in the main thread between bytecodes, so a thread that waits in gloo or a C
+            # Python runs handlers in the main thread between bytecodes, so a thread that is waiting in gloo or a C
             # library, or in a loop that swallows exceptions, does not react to signals. Python's C code writes each
             # signal's number to this pipe at once.
             self._reader, self._writer = os.pipe()
@@ -173,7 +174,7 @@ class SignalWatch:
     def _watch(self) -> None:
         while True:
             has_signal = bool(self.signal_to_answer or self.presses)
-            # not select.select, which takes only file numbers below 1024
+            # not select.select, which supports only file descriptors below 1024
             if connection.wait([self._reader], _TICK if has_signal else None):
                 numbers = os.read(self._reader, 4096)
                 arrived = numbers.replace(bytes([_STOP]), b"")  # a signal may come just before the end

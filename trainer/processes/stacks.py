@@ -1,4 +1,4 @@
-"""Describes a stack by the line of the user's code, or by the collective in which its thread waits for other ranks."""
+"""Describes a stack by the user's line of code, or by the collective where its thread is waiting for other ranks."""
 
 import faulthandler
 import multiprocessing
@@ -106,7 +106,7 @@ def describe_stack(stack: list[Frame], alone: bool) -> tuple[str, bool]:
 
 
 def collective_of(stack: list[Frame]) -> str | None:
-    """Return the collective in which the thread of a stack is waiting; None if it is not waiting in a collective."""
+    """Return the collective that a stack's thread is waiting in; None if it is not waiting in one."""
     name = None
     for frame in stack:
         if frame.is_in("torch/distributed/distributed_c10d"):

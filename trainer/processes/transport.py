@@ -1,7 +1,7 @@
 """Sends functions, results and exceptions with tracebacks between a process and its workers, with cloudpickle.
 
 The files are in a private folder and are unpickled by a process of the same user and run, seconds after they were
-written. The folder is then removed; no pickle is stored.
+written. The folder is then removed; no pickle is kept.
 """
 
 import io
@@ -63,7 +63,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             # such as torch.backends.cudnn, which cloudpickle does not recognize as a module
             return import_module, (obj.__name__,)
         if (type(obj).__module__, type(obj).__qualname__) == ("torch.nn.parameter", "Parameter"):
-            # torch's pickling leaves an empty dict of hooks, so each backward pass calls Python per parameter
+            # torch's pickling leaves an empty dict of hooks, so each backward pass would call Python per parameter
             return _parameter, (obj.data, obj.requires_grad, vars(obj))
         reduced = super().reducer_override(obj)
         if isinstance(obj, type) and obj.__module__ in self._placed and obj.__qualname__.isidentifier():
@@ -255,7 +255,7 @@ class Failure:
     signal: int = 0
     """Signal that ended the worker, SIGINT for a KeyboardInterrupt; 0 if there is none."""
     is_forced: bool = False
-    """True if the worker was killed because it did not answer that signal."""
+    """True if the worker was killed because it did not respond to that signal."""
     rank: int = 0
     world_size: int = 1
     when: float = field(default_factory=time.monotonic)

@@ -87,7 +87,7 @@ def synced(kind: Any, base: Any = Synced) -> Any:
 
 
 def synchronize(task: nn.Module, device: torch.device, group: dist.ProcessGroup) -> Callable[[], None]:
-    """Synchronize every batch norm of the task over the ranks of `group`. Return a function that restores them."""
+    """Synchronize every batch norm in the task across the ranks of `group`. Return a function that restores them."""
     norms: list[tuple[Any, Any]] = [(norm, type(norm)) for norm in task.modules() if isinstance(norm, BATCH_NORM)]
     norms = [(module, kind) for module, kind in norms if not issubclass(kind, nn.SyncBatchNorm)]
     base = Synced if device.type == "cpu" else nn.SyncBatchNorm

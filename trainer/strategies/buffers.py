@@ -68,7 +68,7 @@ class ReplicaBuffers:
         for (owner, name, original), value in zip(self.places, values, strict=True):
             if value is original:
                 continue
-            # a buffer that was None or has changed its shape does not fit the original tensor
+            # a buffer that was None or has changed shape does not fit the original tensor
             if original is None or value is None or original.shape != value.shape or original.dtype != value.dtype:
                 owner[name] = None if value is None else value.clone()
                 continue

@@ -283,4 +283,4 @@ class DDPSteps(nn.Module):
         rows = {w: w.new_zeros(0, dtype=torch.int64) for w in sparse}
         used = (embedding(rows[w], w, sparse=True) if w in sparse else w for w in trainable(self.task))
         zeros = [(w * -0.0).sum().float() for w in used]
-        return torch.stack([zero.to(zeros[0].device) for zero in zeros]).sum()  # weights may be on several devices
+        return torch.stack([zero.to(zeros[0].device) for zero in zeros]).sum()  # weights may be on multiple devices

@@ -76,11 +76,11 @@ class GroupStrategy(Strategy):
                 group = legatos_group(self.timeouts.limits["startup"])
             self.timeouts.enter("startup")
         else:
-            rank = 0  # a process that is about to join an elastic run is alone, whatever its rank
+            rank = 0  # a process that is about to join an elastic run is alone, regardless of its rank
         self.collectives = self.data_ranks = self.weight_ranks = Ranks(rank, place.world_size, group)
 
     def _only_device(self) -> torch.device | None:
-        """Return the only device of this process, or None if it has several devices or the run is elastic."""
+        """Return the only device of this process, or None if it has multiple devices or the run is elastic."""
         return None if self.elastic else self.device
 
     def _backend(self) -> str:

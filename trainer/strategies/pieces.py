@@ -83,7 +83,7 @@ def combine(outputs: Sequence[Any], sizes: Sequence[Any], device: torch.device) 
 
     Floating-point scalars are treated as means over samples and averaged, weighted by the number of samples. Integer
     scalars are treated as counts and added. Tensors and arrays are concatenated along their first dimension, lists of
-    plain values are joined, and containers are combined item by item. An output of None counts as zero, but if all
+    plain values are joined, and containers are combined item by item. An output of None is treated as zero, but if all
     outputs are None, the result is None. Any other value is returned if it is equal in all outputs; otherwise, the
     values are collected in a list.
 

@@ -1,4 +1,4 @@
-"""Remote modules of a task. Strategy ddp_rpc keeps them on servers. Other strategies build them in the task itself."""
+"""Remote modules of a task. The ddp_rpc strategy keeps them on servers; all others build them in the task itself."""
 
 import zlib
 from collections.abc import Callable

@@ -37,7 +37,7 @@ class Strategy:
     five rules, which `legato.testing.check_strategy` tests:
 
     1. After `prepare`, the weights and buffers (or the shards of weights) on every rank have the values of rank 0.
-    2. The loop weights losses by their number of samples. The sum of the weighted losses over all ranks, divided by
+    2. The loop weights each loss by its number of samples. The sum of the weighted losses over all ranks, divided by
        `loss_scale`, is the mean loss of the step.
     3. After `end_step`, `parameter.grad` is the gradient of this mean (or this rank's shard of the gradient), and the
        buffers are those of replica 0. This applies to the ranks in `weight_ranks`, which is empty for local SGD.
@@ -56,7 +56,7 @@ class Strategy:
     cuts_batches = False
     """True if training_step receives slices of a replica's batch."""
     needs_every_gradient = False
-    """True if a step fails when any trained parameter gets no gradient on some rank."""
+    """True if a step fails when any trained parameter receives no gradient on some rank."""
     finds_unused = False
     """True if batches may leave parameters unused (find_unused_parameters=true)."""
     takes_one_loss = False
@@ -84,7 +84,7 @@ class Strategy:
         self.timeouts = Timeouts(DEFAULT)
         """The limits on how long ranks wait for each other."""
         self.lockstep = False
-        """True if all processes must run equally many batches; those with fewer add masked batches of weight 0."""
+        """True if all processes must run the same number of batches; those with fewer add masked ones of weight 0."""
         self.shard = 0
         """Index of the weights that this process updates. Processes with the same index update the same weights."""
         self.has_all_weights = True
@@ -374,7 +374,7 @@ class Strategy:
         return nn.utils.clip_grad_norm_(parameters, limit)
 
     def align_buffers(self) -> None:
-        """Copy the buffers of replica 0 to all ranks, so that evaluations give the same results on every rank."""
+        """Copy the buffers of replica 0 to all ranks, so that evaluations produce the same results on every rank."""
         if self.task is not None:
             self.collectives.broadcast_tensors(self.task.buffers())
 

@@ -26,7 +26,7 @@ class TreeNode(NamedTuple):
 
 
 class CarryStack(Generic[Value]):
-    """Stack of subtrees that wait for their right siblings. Push subtrees in the order of their replicas."""
+    """Stack of subtrees that are waiting for their right siblings. Push subtrees in the order of their replicas."""
 
     def __init__(self, add: Callable[[Value, Value], Value]) -> None:
         """Create an empty stack.

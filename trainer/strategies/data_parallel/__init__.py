@@ -1,1 +1,1 @@
-"""Data parallelism in one process: each batch is split over several devices."""
+"""Data parallelism in one process: each batch is split across multiple devices."""

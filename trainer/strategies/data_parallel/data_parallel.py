@@ -1,4 +1,4 @@
-"""Data parallelism in one process: each batch is scattered over several devices, as in nn.DataParallel."""
+"""Data parallelism in one process: each batch is scattered across multiple devices, as in nn.DataParallel."""
 
 import warnings
 from collections.abc import Sequence
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 
 class DataParallelStrategy(Strategy):
-    """One process with several devices. Every batch is split over all devices, for any number of replicas.
+    """One process with multiple devices. Every batch is split across all devices, for any number of replicas.
 
-    A single thread launches the chunks of a batch one after the other. Kernels run asynchronously, so a device computes
+    A single thread launches the chunks of a batch one after another. Kernels run asynchronously, so a device computes
     while the next chunk is being launched. In the backward pass, autograd uses one thread per device.
 
     Each accelerator draws random numbers from its own generator, keyed by step, replica and chunk. CPU devices share
@@ -39,7 +39,7 @@ class DataParallelStrategy(Strategy):
 
     # --- the task ---------------------------------------------------------------------------------------------------
     def prepare(self, task: "Task", optimizers: Sequence[Optimizer]) -> list[Optimizer]:
-        """Prepare the placed task. Raises ConfigError for settings that do not work on several devices."""
+        """Prepare the placed task. Raises ConfigError for settings that do not work on multiple devices."""
         prepared = super().prepare(task, optimizers)
         if len(self.devices) > 1:
             self._refuse_unsupported(task)

@@ -354,7 +354,7 @@ def options_of(optimizer: Optimizer) -> dict[str, Any]:
     """Return the options of an optimizer's only parameter group, for the servers' optimizers."""
     arguments = inspect.signature(type(optimizer)).parameters.values()
     has_kwargs = any(argument.kind is argument.VAR_KEYWORD for argument in arguments)
-    # not all defaults are arguments: Adam takes decoupled_weight_decay, but AdamW does not
+    # not all defaults are arguments: Adam accepts decoupled_weight_decay, but AdamW does not
     names = optimizer.defaults.keys() if has_kwargs else optimizer.defaults.keys() & {item.name for item in arguments}
     return {name: value for name, value in optimizer.param_groups[0].items() if name in names}
 

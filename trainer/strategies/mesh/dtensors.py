@@ -99,7 +99,7 @@ def gradients_of(optimizer: Optimizer) -> list[Tensor]:
 def total_norm(gradients: Iterable[Tensor], ranks: int, device: torch.device) -> Tensor:
     """Return the 2-norm of all gradients over `ranks` ranks, with one all-reduce on `device`.
 
-    Each rank divides its contribution by the number of ranks that have the same shard. Every parameter therefore counts
+    Each rank divides its contribution by the number of ranks that have the same shard. So every parameter is counted
     once, even if it is replicated. Gradients must not be partial sums.
     """
     squares, kind = [], torch.float32
@@ -141,7 +141,7 @@ def clip_norm(optimizer: Optimizer, limit: float, ranks: int, device: torch.devi
     gradients = gradients_of(optimizer)
     norm: Tensor
     if one_order and gradients:
-        # gathered one by one, to fit in memory; torch's function gives the same bits as torch's clipping
+        # gathered one by one, to fit in memory; torch's function produces the same bits as torch's clipping
         norms = [nn.utils.get_total_norm([full(gradient)]) for gradient in gradients]
         norm = torch.linalg.vector_norm(torch.stack(norms))
     else:

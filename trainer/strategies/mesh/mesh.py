@@ -101,7 +101,7 @@ ELEMENTWISE = {
     optim.SGD, optim.Adam, optim.AdamW, optim.RMSprop, optim.Adagrad, optim.NAdam, optim.RAdam, optim.Adamax,
     optim.Adadelta, optim.ASGD, optim.Rprop,
 }  # fmt: skip
-"""Optimizers that update each element only from its own gradient and state, so sharding does not change results."""
+"""Optimizers that update each element using only its own gradient and state, so sharding does not change results."""
 
 
 class MeshStrategy(GroupStrategy):
@@ -220,8 +220,8 @@ class MeshStrategy(GroupStrategy):
             super().build_model(task)
             return
         # Draws on the meta device do not advance the generator, so rank 0's state is broadcast afterwards. Resetting
-        # parameters shard by shard would avoid the full model on rank 0, but it would draw other numbers than a single
-        # process.
+        # parameters shard by shard would avoid the full model on rank 0, but it would draw different numbers than a
+        # single process does.
         with nullcontext() if self.place.rank == 0 else torch.device("meta"):
             task.configure_model()
         torch.set_rng_state(self.collectives.broadcast(torch.get_rng_state()))
@@ -304,7 +304,7 @@ class MeshStrategy(GroupStrategy):
             if self.data_ranks.size > 1 and self.sizes.tensor * self.sizes.pipeline == 1:
                 unknown = [optimizer for optimizer in optimizers if type(optimizer) not in ELEMENTWISE]
                 trials.refuse_unknown_arithmetic(self.name, unknown, self.collectives)
-        # with tensor_shards even in a single process, because other kernels may round differently
+        # with tensor_shards even in a single process, because different kernels may round differently
         dtensors.disable_foreach(optimizers, always=self.tensor_shards is not None)
         prepared = super().prepare(task, optimizers)
         self.flat_sum = None  # gradients are reduced in the backward pass

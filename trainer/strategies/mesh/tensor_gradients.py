@@ -2,7 +2,7 @@
 
 Between a "column" layer and its "row" layer, each process computes with its shard of the activations. A parameter
 between these layers therefore has a partial gradient on each process. Partial gradients are summed if the plan marks
-the module as "replicated". If the plan lacks this entry, Legato raises an error in the first steps.
+the module as "replicated". If the plan lacks this entry, Legato raises an error during the first few steps.
 """
 
 import re
@@ -24,7 +24,7 @@ ROUNDING = 0.01
 
 
 class TensorGradients:
-    """Sums gradients along the `tensor` axis according to the plan, and compares gradients in the first steps.
+    """Sums gradients along the `tensor` axis according to the plan, and compares gradients during the first few steps.
 
     All processes along the axis must call `complete` after the last backward pass of a step.
     """

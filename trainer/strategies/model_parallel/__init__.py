@@ -1,1 +1,1 @@
-"""Model parallelism: a model split over several devices of one process."""
+"""Model parallelism: a model split across multiple devices in one process."""

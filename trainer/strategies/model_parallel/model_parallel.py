@@ -1,4 +1,4 @@
-"""DDP with model parallelism: each process has several devices, and each device has a part of the model."""
+"""DDP with model parallelism: each process has multiple devices, and each device has a part of the model."""
 
 import logging
 from collections.abc import Iterable, Sequence
@@ -55,7 +55,7 @@ log = logging.getLogger("legato")
 
 
 class DDPModelParallelStrategy(DDPStrategy):
-    """Several devices per process, each with a part of the model. DDP averages gradients across processes."""
+    """Multiple devices per process, each with a part of the model. DDP averages gradients across processes."""
 
     name = "ddp_model_parallel"
 
@@ -134,7 +134,7 @@ class DDPModelParallelStrategy(DDPStrategy):
         self.devices = list(self.parts)
 
     def _only_device(self) -> torch.device | None:
-        """Return None, because this process has several devices and DDP must not move inputs."""
+        """Return None, because this process has multiple devices and DDP must not move inputs."""
         return None
 
     # --- the task ---------------------------------------------------------------------------------------------------
@@ -169,7 +169,7 @@ class DDPModelParallelStrategy(DDPStrategy):
 
         if type(task).configure_model is Task.configure_model or len(set(self.parts)) > 1:
             raise ConfigError(f"{describe_missing_blocks(task)} Or move modules to self.devices in configure_model.")
-        self._keep_placement(task)  # if all devices are equal, a placement by the task cannot be detected
+        self._keep_placement(task)  # if all devices are the same, a placement by the task cannot be detected
 
     def _place_parts(self, task: "Task", parts: Sequence[Sequence[nn.Module]]) -> None:
         move_parts(task, zip(parts, self.parts, strict=True), self.parts[-1])

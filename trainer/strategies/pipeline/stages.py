@@ -127,7 +127,7 @@ class Schedules:
             kind: key that identifies the shapes in the batch. It is the same on all processes of the pipeline.
             cached: True if all processes have already created a schedule for `kind`.
         """
-        # both conditions: another process may have dropped its schedule for this kind, and making one is a collective
+        # both conditions: another process may have dropped its schedule for this kind, and creating one is a collective
         old = self.made.pop(kind, None)
         schedule = old if cached and old is not None else self._make_schedule(pieces)
         self.made[kind] = schedule
