@@ -1,4 +1,4 @@
-"""Classes of higher layers for public signatures. Only type checkers import them."""
+"""Classes from higher layers, for use in public signatures. Only type checkers import them."""
 
 from typing import TYPE_CHECKING, Any, Protocol
 

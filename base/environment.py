@@ -88,7 +88,7 @@ def restart_count() -> int:
 
 
 def slurm_job() -> str | None:
-    """Return the id of this process's SLURM job; None outside of a job."""
+    """Return the id of this process's SLURM job; None outside a job."""
     return os.environ.get("SLURM_JOB_ID") or None
 
 

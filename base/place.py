@@ -172,9 +172,9 @@ def _distributed() -> Any:
 
 
 def find_group() -> tuple[int, int] | None:
-    """Return the rank and world size of a process group that the script created; None if there is none.
+    """Return the rank and world size in a process group that the script created; None if there is none.
 
-    Legato treats this group like a launcher's group: it starts no processes and does not destroy the group.
+    Legato treats this group like a launcher's group: it doesn't start any processes or destroy the group.
     """
     distributed = _distributed()
     if distributed is None or distributed.group.WORLD is _made_here:

@@ -40,7 +40,7 @@ def first_validation(interval: object, epochs: int | None, accumulate: int, epoc
     Args:
         interval: `val_check_interval`.
         epochs: `check_val_every_n_epoch`.
-        accumulate: Batches per replica and step.
+        accumulate: Batches per replica per step.
         epoch: Steps per epoch; infinity if unknown.
     """
     before = (epochs - 1) * epoch if epochs is not None and epochs > 1 else 0

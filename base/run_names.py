@@ -41,7 +41,7 @@ def run_directory_gone(folder: Path) -> ConfigError:
 
 
 def not_writable(folder: Path, reason: object) -> ConfigError:
-    """Return the error for a run directory that is not writable any more. `reason` is the system's message."""
+    """Return the error for a run directory that is no longer writable. `reason` is the system's message."""
     # compare the text, because callers only have the system's message
     is_full = str(reason) in (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
     return ConfigError(

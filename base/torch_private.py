@@ -1,7 +1,7 @@
 """Wrappers for the private names of torch, torchmetrics and CPython that Legato uses.
 
 No other module uses private names. There are no fallbacks: the tests run with each supported version of torch (`make
-matrix`), and if a version changes a name, this module must be changed.
+matrix`), and if a version changes a name, this module must be updated.
 """
 
 import logging
@@ -47,7 +47,7 @@ def reset_group_names() -> None:
 
     The ranks find each other by these numbers, which a failed attempt increments.
     """
-    # A joining rank starts at 0. Ranks with an earlier attempt would use a different number, and all would time out.
+    # A joining rank starts at 0. Ranks that tried before would use a different number, and all would time out.
     _c10d()._world.group_count = 0
 
 
@@ -74,7 +74,7 @@ def forward_of_ddp(ddp: Any, *arguments: Any) -> Any:
 
 
 def reduction_check(module: Any) -> Callable[[], object]:
-    """Return a function that raises RuntimeError if a parameter in DDP got no gradient in the last backward pass.
+    """Return a function that raises RuntimeError if a DDP parameter received no gradient in the last backward pass.
 
     torch itself raises this error only in the next step.
     """

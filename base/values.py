@@ -2,7 +2,7 @@
 
 The check is strict: "yes" is not a bool, and neither true nor "3" is an int, but an int is accepted as a float.
 `Annotated` with a Range or Rule narrows a type. An annotation that YAML cannot express (a protocol, a type variable, a
-callable) accepts every plain value.
+callable) accepts any plain value.
 """
 
 import inspect

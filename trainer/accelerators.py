@@ -235,7 +235,7 @@ def visible_devices(wanted: str) -> tuple[str, str]:
 
 
 def assigned_device(device: torch.device) -> str:
-    """Return the name of the only device that a launcher makes visible to this process; "" if several are visible.
+    """Return the name of the only device that a launcher makes visible to this process; "" if there are several.
 
     With SLURM's --gpus-per-task=1, each rank's device is cuda:0.
     """

@@ -1,4 +1,4 @@
-"""The calls for each batch in an evaluation, and the results of validate, test and predict."""
+"""The calls made for each batch of an evaluation, and the results of validate, test and predict."""
 
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any

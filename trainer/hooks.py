@@ -53,7 +53,7 @@ STEP_SIMILARITY = 0.9
 class Hooks(dict[str, Calls]):
     """Mapping from the name of each hook to the functions to call, or to () if nothing overrides the hook.
 
-    Callbacks are called first, in their order, then the task, then late callbacks.
+    Callbacks are called first, in the user's order, then the task, then late callbacks.
 
     Late callbacks (MonitoringCallback) evaluate and save the results of the other callbacks. The methods of callbacks
     are bound to the trainer and the task.
@@ -148,7 +148,7 @@ def describe_misnomers(owner: Task | DataModule | Callback) -> Iterator[str]:
     inherited = {name for kind in base.__mro__ for name in vars(kind)}
     methods = {
         name: kind
-        for kind in reversed(type(owner).__mro__)  # bases first: the message names the most derived class
+        for kind in reversed(type(owner).__mro__)  # bases first: the message reports the most derived class
         for name, value in vars(kind).items()
         if kind not in base.__mro__ and callable(value) and not name.startswith("_") and name not in inherited
         if kind.__module__.partition(".")[0] != __name__.partition(".")[0]  # Legato's own classes need no check

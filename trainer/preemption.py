@@ -106,7 +106,7 @@ class Preemption:
                     self.stop_if_agreed()
                 rounds += 1
             yield item
-        # a rank without further batches keeps agreeing with the others: each agreement takes all ranks
+        # a rank without further batches keeps agreeing with the others: each agreement requires all ranks
         while not agreement.agree_in_evaluation(rounds, True, self.signal):
             self.stop_if_agreed()
 

@@ -1,8 +1,8 @@
-"""Recheck: computes a step twice before its update, to find hardware that computes wrong results without an error.
+"""Recheck: computes a step twice before its update, to detect hardware that silently computes wrong results.
 
 Large runs encounter such silent data corruption about once a week (Gemini, arXiv:2312.11805; Llama 3,
-arXiv:2407.21783). Gradients are hashed within the backward pass, before the sum over ranks, which would spread a wrong
-gradient to every rank.
+arXiv:2407.21783). Gradients are hashed within the backward pass, before the sum over ranks, which would propagate a
+corrupted gradient to every rank.
 """
 
 from collections.abc import Iterator
@@ -31,9 +31,9 @@ BITS = 2**64 - 1
 
 
 class Recheck:
-    """Second computation of the first and every n-th step, whose hashes must equal those of the first computation.
+    """Recomputation of the first and every n-th step, whose hashes must match those of the original computation.
 
-    The second computation logs nothing and restores metrics and generators, so it does not affect the run.
+    The recomputation logs nothing and restores metrics and generators, so it does not affect the run.
     """
 
     def __init__(self, trainer: "Trainer", every: int) -> None:
@@ -106,7 +106,7 @@ class Recheck:
         if step is not self.step:
             return
         run, number = self.trainer.current_run, self.trainer.global_step
-        # DDP changes its buckets after its first step, and with them the order of sums over more than two ranks
+        # DDP changes its buckets after its first step, and with them the summation order over more than two ranks
         is_settled = number not in (run.preemption.first_step, run.optimization.regrouped_at)
         first = self._end_pass(is_settled)
         kept = [] if is_settled else [(parameter, parameter.grad) for parameter, _ in self.before]

@@ -110,7 +110,7 @@ def _run(trainer: "Trainer", request: Request) -> Any:
     if trainer.replicas is not None and not elastic:
         # a wrong number of replicas fails here, before any process or run directory exists
         Layout(trainer.replicas, _batch_holders(trainer))
-    before, trainer.run = trainer.assigned_dir, None  # the workers make the run
+    before, trainer.run = trainer.assigned_dir, None  # the workers create the run
     try:
         if node > 0:  # node 0 selects the run directory and reports for all nodes
             trainer.strategy.place = Place(1, node_rank=node, world_size=2, nodes=trainer.num_nodes)

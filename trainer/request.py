@@ -1,4 +1,4 @@
-"""Request: the arguments of a call to fit, validate, test or predict, with which a process can repeat the call."""
+"""Request: stores the arguments of a call to fit, validate, test or predict, so that a process can repeat the call."""
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any

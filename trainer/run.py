@@ -1,8 +1,7 @@
 """Run: the parts of one call to fit, validate, test or predict, and the methods that the loop calls between steps.
 
 Set-up builds three objects in turn: a `Call` with the parts that exist from the start, a more complete `Call` after the
-processes have connected (`setup.join`), and a complete `Run` before the first step (`setup.make_run`). All are
-immutable.
+processes connect (`setup.join`), and a complete `Run` before the first step (`setup.make_run`). All are immutable.
 """
 
 import logging
@@ -232,7 +231,7 @@ class Run(Call):
         """Return a batch on its device, and attribute the next logged values and random numbers to its replica.
 
         Args:
-            again: whether the step runs this batch again, with the random numbers of the first pass.
+            again: whether the step is running this batch again, with the random numbers of the first pass.
         """
         (self.metrics.return_to_batch if again else self.metrics.open_batch)(item.replica, item.samples)
         # Loading the batch may have left the generators keyed for its first forward pass. A repeat does not load the
@@ -256,7 +255,7 @@ class Run(Call):
         return self.loop.epoch_skipped
 
     def end_step(self, step: StepInput, output: Any, batch: Any) -> None:
-        """Call on_step_end, then on_train_batch_end for the step's last batch. Callbacks may save in the second hook.
+        """Call on_step_end, then on_train_batch_end for the step's last batch, where callbacks may save.
 
         A process without a batch calls on_train_batch_end only for callbacks that all ranks must call together, and
         discards the values that they log.
@@ -437,7 +436,7 @@ class Run(Call):
     def call_epoch_end(self, stage: str) -> None:
         """Publish the epoch's values and call the hooks that end the epoch; in training, skip late callbacks."""
         self.metrics.suffix, self.metrics.in_step = "", False
-        self.metrics.leave_batches(1)  # values logged by such a hook weigh as one batch, for any number of processes
+        self.metrics.leave_batches(1)  # weight such a hook's values as one batch, for any number of processes
         name = f"on_{stage}_epoch_end"
         # only hooks need the values now; they are reduced again once the hooks have logged theirs
         if self.hooks[name]:
@@ -499,6 +498,6 @@ class Run(Call):
         }
 
     def set_accumulation(self, batches: int) -> None:
-        """Set the number of batches per replica and step, starting with the current epoch."""
+        """Set the number of batches per replica per step, starting with the current epoch."""
         self.trainer.accumulate_grad_batches = self.data.samples["accumulate_grad_batches"] = batches
         self.training_data.dealing = replace(self.training_data.dealing, accumulate=batches)

@@ -96,7 +96,8 @@ class Schedule:
     def step_by_epoch(self) -> None:
         """Step the epoch-interval schedulers that need no metric once per epoch, at the last step if it is known.
 
-        This precedes the validation that ends the epoch, so that a checkpoint saved there has the next learning rates.
+        This happens before the validation that ends the epoch, so that a checkpoint saved during that validation
+        contains the next learning rates.
         """
         if self.state.scheduled_epochs <= self.state.epoch:
             self.state.scheduled_epochs = self.state.epoch + 1
@@ -140,7 +141,7 @@ class Schedule:
             return bool(self.seconds() - self.loop.validated_after >= (seconds or 0.0))
         # of the latest step only: an epoch's last step may have fewer batches than accumulate_grad_batches
         rounds_of_step = state.epoch_rounds - (state.epoch_steps - 1) * self.trainer.accumulate_grad_batches
-        # one of a step's several batches may be the one after which validation is due
+        # validation may become due after any of a step's batches
         return bool(rounds % every < rounds_of_step)
 
     def validation_ends_epoch(self, complete: bool) -> bool:
@@ -160,7 +161,7 @@ class Schedule:
         self.state.validated_at, self.loop.validated_after = self.state.global_step, self.seconds()
 
     def seconds(self) -> float:
-        """Return the elapsed time of the run in seconds, the same on every rank."""
+        """Return the run's elapsed time in seconds, which is the same on every rank."""
         # the agreed clock: a millisecond between the ranks' own clocks could make them decide differently
         agreed: float = self.call.agreement.elapsed
         return float(self.call.agreement.now()) if self.call.metrics.processes == 1 else agreed

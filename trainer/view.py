@@ -319,7 +319,7 @@ class TrainerView(TrainerArguments):
         return gather(self.strategy, self.run, data, group, sync_grads)
 
     def leave_out_update(self) -> None:
-        """Skip the update of this step. Weights and optimizers remain unchanged, but the step still counts.
+        """Skip this step's update. Weights and optimizers remain unchanged, but the step still counts.
 
         All ranks must call this, in a callback's or the task's on_before_optimizer_step, under automatic optimization.
         """

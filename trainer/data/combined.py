@@ -160,8 +160,8 @@ def loaders_in(loader: Any) -> list[Any]:
 def most_batches(loader: Any) -> int | None:
     """Return the maximum number of batches that a loader may yield in an epoch; None if it has no length.
 
-    With an iterable dataset, each worker of a DataLoader may end with a short batch, which the DataLoader's length
-    omits.
+    With an iterable dataset, each worker of a DataLoader may end with a short batch, which the DataLoader's length does
+    not count.
     """
     if isinstance(loader, CombinedLoader):
         lengths = [most_batches(part) for part in loader.flattened]
@@ -286,7 +286,7 @@ class CombinedSource:
     batch_size, own_batches = 1, True
 
     def __init__(self, loader: CombinedLoader, seed: int, in_order: bool = False, padded_for: int = 1) -> None:
-        """Wrap the loaders. The first one has the same order and random numbers as it would on its own.
+        """Wrap the loaders. The first one has the same order and random numbers as it would have on its own.
 
         Args:
             padded_for: number of replicas for which each loader repeats samples, so that all replicas get batches of
@@ -335,7 +335,7 @@ class CombinedSource:
 def is_dealable_by_batch(loader: Any) -> bool:
     """Return whether `loader` is a CombinedLoader of plain DataLoaders that all have a length.
 
-    False for the modes "max_size" and "sequential", in which a position does not determine each loader's batch; such a
+    False for the modes "max_size" and "sequential", where a position does not determine each loader's batch; such a
     CombinedLoader is read as a stream.
     """
     return (

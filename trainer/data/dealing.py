@@ -63,7 +63,7 @@ class DealtData:
             )
         self.dealing, self.limit, self.ranks = dealing, limit, ranks
         self.warned = False
-        # Hashes by which a resume recognizes the same data, see `_note_content`; None in an evaluation
+        # Hashes that identify the data when a run resumes, see `_note_content`; None in an evaluation
         self.content: dict[str, Any] | None = None
 
     @property
@@ -329,7 +329,7 @@ def training_data(
     """Return the data of a training loader, distributed by position if possible, else as a stream.
 
     Args:
-        ranks: the ranks that check in each epoch that they read the same data.
+        ranks: the ranks that check, in each epoch, that they are reading the same data.
         count: function that counts the samples in a stream's batch.
     """
     if is_dealable(loader) or is_dealable_by_batch(loader):

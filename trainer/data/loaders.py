@@ -88,8 +88,8 @@ def iterate_loader(batches: Iterator[Any], loader: Any = None, length: float = 0
 def read_loader(loader: Any) -> Iterator[Any]:
     """Return an iterator over a loader's batches. The loader's workers leave signals to the trainer.
 
-    A loader with a custom `__len__` stops at that length, because the loader may be endless. A torch DataLoader yields
-    all of its batches and warns if its length is too small.
+    Iteration over a loader with a custom `__len__` stops at that length, because the loader may be endless. A torch
+    DataLoader yields all of its batches and warns if its length is too small.
     """
     with prepared_workers(loader):
         batches = open_loader(loader)
@@ -191,7 +191,7 @@ class MapLoader:
             self.batches = batches
             dataset = KeyedDataset(self.loader.dataset, self.seed if dealing.keyed else None, self.tells_epoch)
             self.sibling = copy_loader(self.loader, dataset, self.batches, dealing.loader_options)
-        # `sibling` is made once, since a new loader would restart persistent workers in each epoch
+        # `sibling` is created once, since a new loader would restart persistent workers in each epoch
         vars(self.batches).update(vars(batches))
         return iterate_loader(open_loader(self.sibling), self.loader, inf)  # inf: callers never read beyond the end
 

@@ -6,7 +6,7 @@
     DealtBatches                                                        all three, as a batch sampler
 
 Code in this module does not depend on a rank, build a list as long as the dataset, or import torch. Any process can
-take over at any position, and planning 10^12 samples on 16,384 processes takes milliseconds.
+take over at any position, and planning 10^12 samples over 16,384 processes takes milliseconds.
 """
 
 from array import array
@@ -125,7 +125,7 @@ def _scramble(words: UInt64Array, key: np.uint64) -> UInt64Array:
 class Layout:
     """Assignment of contiguous blocks of replicas to processes.
 
-    The first blocks are longer by one if the number of replicas is not divisible by the number of processes.
+    The first blocks are one replica longer if the number of replicas is not divisible by the number of processes.
     """
 
     replicas: int
@@ -225,7 +225,7 @@ class Deal:
 
         Args:
             leaders: blocks of other processes' replicas. The first batches of the block with the most batches are
-                appended until this process has equally many batches.
+                appended until this process has as many.
         """
         # `span` is inlined, as this runs in every step
         full, samples, last, spans, count = self.batch_size, self.samples, self.rounds - 1, [], self.count
@@ -327,8 +327,8 @@ def keyed_batches(order: EpochOrder, spans: "Sequence[range | BatchSpan]", epoch
 class DealtBatches:
     """A batch sampler that yields one process's batches of one epoch, starting at `start_step`.
 
-    A DataLoader with persistent workers keeps its batch sampler, so the sampler's attributes are updated before each
-    epoch.
+    A DataLoader with persistent workers keeps using the same batch sampler, so the sampler's attributes are updated
+    before each epoch.
     """
 
     deal: Deal

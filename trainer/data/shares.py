@@ -29,7 +29,7 @@ LOCKSTEP = (
     "the same number of batches. Let each process read all of the data, which Legato distributes, or use strategy ddp."
 )
 
-# A hash for each tensor, number and text of a sample; None for a value that differs at each reading
+# A hash for each tensor, number and string in a sample; None for a value that differs between readings
 Sample = tuple[int | None, ...] | None
 
 
@@ -73,7 +73,7 @@ def _hashes_of_each(samples: Any) -> list[tuple[int, ...]]:
 
 
 def read_samples(loader: "DataLoader[Any]", length: int) -> list[Sample]:
-    """Return the hashes of a few of the first `length` samples of a loader's dataset.
+    """Return the hashes of a few of the first `length` samples in a loader's dataset.
 
     All samples are read with the same random numbers, so the hashes depend only on the data. If the loader has workers,
     a worker reads the samples, because a file that the dataset opens on first read must not be open in the process that
@@ -100,7 +100,7 @@ def read_again(dataset: KeyedDataset, loader: "DataLoader[Any]", batches: list[K
 def read_batches(
     dataset: KeyedDataset, loader: "DataLoader[Any]", batches: list[Any], collate: Any = None
 ) -> list[Any]:
-    """Return batches of a loader's dataset without changing the generators."""
+    """Return batches from a loader's dataset without changing the generators."""
     # one worker reads all samples: a probe must not start eight processes
     options = {"num_workers": min(1, loader.num_workers), "persistent_workers": False, "pin_memory": False}
     probe = copy_loader(loader, dataset, batches, options)
@@ -132,13 +132,13 @@ def differs(samples: Sequence[Any]) -> bool:
 
 
 def are_shares(samples: Mapping[str, list[Sample]], ranks: Ranks, data_rank: int) -> bool:
-    """Return whether processes read different data, by comparing a few samples. All ranks must call this.
+    """Compare a few samples, and return whether processes read different data. All ranks must call this.
 
     Args:
         samples: this rank's samples by loader name.
-        data_rank: this process's rank along the data axis, which is equal on ranks that work on the same batches.
+        data_rank: this process's rank along the data axis, which is the same on ranks that work on the same batches.
 
-    Raises DataError if ranks with equal data ranks read different data, or if only some of the loaders are shares.
+    Raises DataError if ranks with equal data ranks read different data, or if only some of the loaders yield shares.
     """
     every = ranks.gather_objects((data_rank, samples))
     for number in {number for number, _ in every}:
@@ -180,7 +180,7 @@ def reads_share(loader: Any, ranks: Ranks) -> bool:
     Args:
         ranks: the data-parallel ranks.
 
-    Raises DataError for a sampler made for another rank or another number of processes.
+    Raises DataError for a sampler created for a different rank or number of processes.
     """
     samplers = [sampler for sampler in _distributed_samplers(loader) if sampler.num_replicas > 1]
     for sampler in samplers:

@@ -1,4 +1,4 @@
-"""The input of one optimizer step, and the settings that assign batches to replicas and processes."""
+"""The input of one optimizer step, and the settings that determine how batches are assigned."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -58,7 +58,10 @@ class StepInput:
 
 @dataclass(frozen=True)
 class Dealing:
-    """Settings that assign batches to replicas. Within a run, only `process` and the number of processes may change."""
+    """Settings that determine how batches are assigned to replicas.
+
+    Within a run, only `process` and the number of processes may change.
+    """
 
     layout: Layout
     process: int

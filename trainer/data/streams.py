@@ -273,7 +273,7 @@ class StreamData:
 class OwnShares(StreamData):
     """A loader that yields this process's own share of the data; shares may be uneven.
 
-    Each process reads its share as in a single-process run. The processes agree on the samples of each step in advance,
+    Each process reads its share as in a single-process run. The processes agree on each step's samples in advance,
     and continue until all shares are exhausted.
     """
 
@@ -290,7 +290,7 @@ class OwnShares(StreamData):
         """Wrap a loader. All ranks must call this.
 
         Args:
-            dealing: the settings that assign the run's batches across all processes.
+            dealing: the settings that determine how the run's batches are assigned to processes.
             ranks: the ranks that read shares.
             count: function that counts the samples in a batch.
         """

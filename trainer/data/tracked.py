@@ -118,7 +118,7 @@ class TrackedLoader:
         Args:
             batch_key: the key under which the main process read that batch.
 
-        Workers take turns, always starting with worker 0. Therefore, all workers up to the one that created the latest
+        Workers take turns, always starting with worker 0, so all workers up to the one that created the latest
         batch start one batch earlier, and these extra batches are dropped. The latest batch must match the saved
         hashes. It does not match if the dataset keeps samples outside its state, as in a shuffle buffer.
         """

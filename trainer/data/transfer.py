@@ -13,7 +13,7 @@ ALIGNMENT = 64
 
 
 class CopyStream:
-    """Separate stream that copies the next batch to a device while the current batch is being computed.
+    """Separate stream that copies the next batch to a device while the current batch is being processed.
 
     No batch is read ahead of its step. The host queues a batch's kernels long before the device runs them, and a copy
     on another stream does not wait for these kernels. At most one extra batch occupies device memory: before each copy,
@@ -76,13 +76,13 @@ def to_host(value: Any) -> Any:
 def with_allocated_memory(batch: Any) -> Any:
     """Return `batch` with every tensor aligned as if torch had allocated it.
 
-    Some CPU kernels sum unaligned data in another order.
+    Some CPU kernels sum unaligned data in a different order.
     """
     return map_tensors(batch, lambda t: t if t.is_contiguous() and t.data_ptr() % ALIGNMENT == 0 else t.clone())
 
 
 def align_in_place(tensors: Iterable[torch.Tensor]) -> None:
-    """Reallocate tensors whose alignment is not torch's, such as weights in a memory-mapped file."""
+    """Reallocate tensors whose alignment differs from torch's, such as weights in a memory-mapped file."""
     for tensor in tensors:
         # via .data, so that the parameter stays the same object for optimizers and hooks
         if tensor.data_ptr() % ALIGNMENT:

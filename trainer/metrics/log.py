@@ -110,7 +110,7 @@ class Metrics:
 
     # --- writing: the hot path --------------------------------------------------------------------------------------
     def open(self, stage: str, fresh: bool = True, loaders: int = 1) -> None:
-        """Start logging the values of `stage`. If `fresh` is true, discard the stage's earlier values."""
+        """Start logging values for `stage`. If `fresh` is true, discard the stage's earlier values."""
         if self.pending:
             self.flush()
         self.stage, self.in_step = stage, False
@@ -410,7 +410,7 @@ class Metrics:
         return series.alone
 
     def _read_metrics(self, logged: list[Series], keep: bool) -> None:
-        """Compute torchmetrics objects over all ranks, except those without an update since they were last computed.
+        """Compute torchmetrics objects over all ranks, except those not updated since they were last computed.
 
         If `keep` is true, their states are kept, so that hooks at the end of an epoch can read them.
         """
@@ -437,7 +437,7 @@ class Metrics:
         Args:
             local: this rank's series with the sums of its replicas. Series that only other ranks have are created on
                 this rank.
-            absent: whether this rank had no batch and may therefore have logged fewer names.
+            absent: whether this rank had no batch, so it may have logged fewer names.
 
         Raises DisagreementError, which lists the ranks and names, if ranks that had batches logged different names.
         """
@@ -564,7 +564,7 @@ class Metrics:
         saved = self.stages.setdefault("train", {})
         kept = (series for series in saved.values() if series.in_step and series.on_epoch)
         local = {series: series.sums for series in kept if not series.alone}
-        # `_gather` looks up series in self.series, which holds validation's if a validation saves
+        # `_gather` looks up series in self.series, which has the validation's series during a validation
         stage, self.series = self.series, saved
         gathered, _ = self._gather(local, absent=not local)
         self.series = stage

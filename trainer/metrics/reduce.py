@@ -16,7 +16,7 @@ KINDS = ("mean", "sum", "min", "max")
 LOADER_MARK = "/dataloader_idx_"
 # Kinds averaged over the batches of a step; the epoch's value of a "metric" is the result of its `compute`
 AVERAGED = ("mean", "metric")
-# Kind of a sum that hooks log once per step or epoch: every process logs the same values, and one of them counts
+# Kind of a sum that hooks log once per step or epoch: all processes log the same values, and one process's are counted
 ONCE = "once"
 
 
@@ -68,7 +68,7 @@ class Series:
 
 
 def key_of(name: str, in_step: bool) -> str:
-    """Return the key of a series: a string, because hashing a tuple would take half the time of `log`."""
+    """Return the key of a series: a string, because hashing a tuple would take half the time that `log` takes."""
     return name if in_step else name + BETWEEN_STEPS
 
 
@@ -200,7 +200,7 @@ Row = tuple[Series, int, float, float, int]
 
 
 class Exchange:
-    """Exchange of rows between all ranks in one all_gather, in which each series is identified by a number.
+    """Exchange of rows between all ranks in one all_gather, with a number identifying each series.
 
     If there is a new series, or more rows than fit, the ranks first exchange pickled descriptions. All ranks must call
     this.
@@ -221,7 +221,7 @@ class Exchange:
     ) -> tuple[list[list[tuple[int, int, float, float, int]]], list[list[float]]]:
         """Return every rank's rows, with series numbers that all ranks agree on, and every rank's `extra`.
 
-        The length of `extra` must be equal on all ranks.
+        `extra` must have the same length on all ranks.
         """
         start = _HEADER + len(extra)
         while True:

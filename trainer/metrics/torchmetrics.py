@@ -1,4 +1,4 @@
-"""States of logged torchmetrics objects, reduced over ranks in as few collectives as possible.
+"""States of logged torchmetrics objects, reduced over ranks with as few collectives as possible.
 
 States reduced by sum, concatenation, maximum or minimum can be merged at any time, so a process stores a single state
 for all of its replicas, under the first one. Other states (dist_reduce_fx "mean", None or a function) can only be
@@ -41,7 +41,7 @@ def gather_state(state: Tensor, group: Any = None) -> list[Tensor]:
     """Return every rank's `state`, in rank order, for a metric's `compute()` in a hook. All ranks must call this.
 
     For a list state without an update, torchmetrics sends an empty float vector, and gloo aborts the process if other
-    ranks send matrices or integers. Therefore, states are sent as objects, and empty states are omitted.
+    ranks send matrices or integers. To avoid this, states are sent as objects, and empty states are omitted.
     """
     ranks = Ranks(dist.get_rank(group), dist.get_world_size(group), group)
     states = ranks.gather_objects(state.detach().cpu())
@@ -64,11 +64,11 @@ class MetricStates:
         self.with_states: dict[str, Any] = {}
         # Whether each replica has separate states; only if needed, as swapping takes time between batches
         self.swaps_states = False
-        # States by path and replica; the entry of the replica that the metrics hold is outdated
+        # States by path and replica; the entry of the replica loaded into the metrics is outdated
         self.kept: dict[str, dict[int, States]] = {}
-        # The replica whose states the metrics hold
+        # The replica whose states are loaded into the metrics
         self.replica = self.replicas[0]
-        # Number of updates, by path, of metrics that hold the merged states of all replicas instead
+        # Number of updates, by path, of metrics that contain the merged states of all replicas instead
         self.merged: dict[str, int] = {}
         self.find_metrics()
 

@@ -67,7 +67,7 @@ def explained(trainer: "Trainer", error: NonFiniteError) -> NonFiniteError:
     bad_loss = trainer.metrics.bad_loss
     first = 2**62 if bad_loss is None else bad_loss[0]
     ranks = trainer.strategy.collectives.gather_objects((first, not findings, trainer.global_rank, findings))
-    # the earliest bad loss, then a rank with findings, then the lowest rank: all ranks choose alike
+    # the earliest bad loss, then a rank with findings, then the lowest rank: all ranks make the same choice
     _, _, rank, findings = min(ranks, key=lambda report: report[:3])
     if not findings:
         return error

@@ -1,4 +1,4 @@
-"""Checks of a task's modules before the first step, with clearer errors than torch raises later."""
+"""Checks on a task's modules before the first step, with clearer errors than torch would raise later."""
 
 from collections.abc import Sequence
 

@@ -68,7 +68,7 @@ class Optimization:
         self.make_closure: Callable[[StepInput, Optimizer], Callable[[], Tensor | None]] | None = None
         # `needs_closure`: an optimizer evaluates the loss itself; `are_cleared`: the task cleared the gradients
         self.needs_closure = self.are_cleared = False
-        # Graphs made by torch's compiler before this run's first step: a larger count shows that it compiles
+        # Graphs created by torch's compiler before this run's first step: a larger count shows that it is compiling
         self.graphs = count_graphs()
         self.epoch = self.regrouped_at = -1  # epoch of the latest step; step before which parameters were (un)frozen
         # Under manual optimization: the latest step, and the number of updates within it
@@ -81,7 +81,7 @@ class Optimization:
         # Whether to check losses and gradients before the next update: the first one of this set of processes
         self.checks_first = True
         self.recheck: Any = None  # computes some steps twice if trainer.recheck_every is set
-        # Finds weights that training_step changes, in the first steps
+        # Finds weights that training_step changes, during the first few steps
         self.watch = WeightWatch(task) if self.automatic and self._repeats_steps() else None
         # Weights of batches in a step's gradient, if training_step returns them
         self.weights = BatchWeights(trainer)
@@ -160,7 +160,7 @@ class Optimization:
 
     @contextmanager
     def evaluated_weights(self) -> Iterator[None]:
-        """Switch optimizers to their evaluation weights in this context, even outside of an evaluation."""
+        """Switch optimizers to their evaluation weights in this context, even outside an evaluation."""
         changed = self.begin_evaluation()
         try:
             yield
@@ -332,7 +332,7 @@ class Optimization:
     def _keyed_hooks(
         self, hook: str, may_draw: bool, optimizer: Optimizer | None = None
     ) -> AbstractContextManager[object]:
-        """Return a context that keys generators for hooks within a replica's step and then restores their states."""
+        """Return a context manager that keys generators for hooks within a replica's step, and then restores them."""
         return keyed_generators(self._hook_key(hook, optimizer)) if may_draw else nullcontext()
 
     @property

@@ -32,7 +32,7 @@ _KEEPS_CASTS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= 
 
 
 class Precision:
-    """Dtypes, autocast and gradient scaler of a run on one kind of device.
+    """Dtypes, autocast and gradient scaler for a run on one kind of device.
 
     Raises ConfigError for a precision that the device does not support.
     """
@@ -69,7 +69,7 @@ class Precision:
         The parameters remain the same objects, so existing optimizers remain valid.
         """
         if self.weights_dtype is not None:
-            # Module.double() and its like convert floating point tensors only: indices in buffers stay
+            # Module.double() and similar methods convert only floating-point tensors, not indices in buffers
             _CAST[self.weights_dtype](module)
 
     def convert_batch(self, batch: Any) -> Any:
@@ -108,7 +108,7 @@ class Precision:
             self._used = False
 
     def _has_gradient(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether there is a gradient to unscale. If there is none, the scaler would raise an error."""
+        """Return whether there is a gradient to unscale; the scaler raises an error if there is none."""
         gradients = (parameter.grad for group in optimizer.param_groups for parameter in group["params"])
         gradient = next((gradient for gradient in gradients if gradient is not None), None)
         self._used |= gradient is not None

@@ -1,4 +1,4 @@
-"""WeightWatch: detects weights that change between updates, in the first steps of a run."""
+"""WeightWatch: detects weights that change between updates, during the first few steps of a run."""
 
 from torch import Tensor, nn
 
@@ -9,13 +9,13 @@ WATCHED_STEPS = 3
 
 
 class WeightWatch:
-    """Detector of weights that change between the first forward pass of a step and its update.
+    """Detector for weights that change between a step's first forward pass and its update.
 
-    training_step and the hooks around it run once per replica, so weights that they change would depend on the
-    assignment of replicas to processes. Version counters detect a write that does not change any value yet, such as the
-    first update of a teacher model that starts as a copy. Comparing values detects a write through `.data`, which does
-    not change the version counter. Values are compared only in the first step, because reading them synchronizes with
-    the device.
+    training_step and the hooks around it run once per replica, so weights that they change would depend on how replicas
+    are assigned to processes. Version counters detect a write that does not change any value yet, such as the first
+    update of a teacher model that starts as a copy. Comparing values detects a write through `.data`, which does not
+    change the version counter. Values are compared only in the first step, because reading them synchronizes with the
+    device.
     """
 
     def __init__(self, task: nn.Module) -> None:
@@ -29,7 +29,7 @@ class WeightWatch:
     def end_step(self) -> tuple[list[str], list[str]]:
         """Return the names of the parameters and buffers that have changed since the step began."""
         changed = [name for name, mark in self._marks().items() if self.before.get(name, mark) != mark]
-        # three steps find weights that change in each one; a teacher that changes every n steps may be missed
+        # three steps find weights that change in every step; a teacher that changes every n steps may be missed
         self.steps_left -= 1
         parameters = dict(self.task.named_parameters())
         return [name for name in changed if name in parameters], [name for name in changed if name not in parameters]

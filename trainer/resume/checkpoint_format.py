@@ -17,11 +17,11 @@ class CheckpointFormat(Protocol):
 
     `contents` is a dict of plain containers, numbers, strings and tensors on any device. Resuming is exact only if
     `read` returns the values that `write` received. If the strategy shards states, their tensors are DTensors, and each
-    rank has a shard. Legato pickles the format when it starts the processes of a run.
+    rank has a shard. Legato pickles the format when it starts a run's processes.
     """
 
     def name(self, step: int) -> str:
-        """Return the default name of the checkpoint of a step, or an absolute path outside the run directory."""
+        """Return the default name of a step's checkpoint, or an absolute path outside the run directory."""
         ...
 
     def write(self, path: Path, contents: Mapping[str, Any], ranks: Ranks, run: str) -> None:
@@ -30,7 +30,7 @@ class CheckpointFormat(Protocol):
         Args:
             path: path of the checkpoint. Its parent folder may not exist yet.
             contents: the state of the run.
-            ranks: the ranks that call this together: all ranks if states are sharded, otherwise only rank 0.
+            ranks: the ranks that call this together (all ranks if states are sharded, otherwise only rank 0).
             run: id of the run. `remove` later receives the same id.
 
         Raises CheckpointError, on every rank, if a value cannot be stored or writing fails.
@@ -57,7 +57,7 @@ class CheckpointFormat(Protocol):
 
 
 class DirectoryFormat:
-    """Legato's format: a directory with checksums, without pickle. Sharded states are stored in shards."""
+    """Legato's format: a directory with checksums, without pickle. Sharded states are stored as shards."""
 
     # This class only makes calls: checkpoints/ implements the format, without knowledge of runs and trainers.
 
@@ -68,7 +68,7 @@ class DirectoryFormat:
     def write(
         self, path: Location, contents: Mapping[str, Any], ranks: Ranks, run: str, frozen: Collection[str] = ()
     ) -> None:
-        """Write the shards of each rank and then the manifest. For `frozen`, see `commit.write`."""
+        """Write each rank's shards, then the manifest. For `frozen`, see `commit.write`."""
         commit.write(path, contents, ranks=ranks, run=run, frozen=frozen)
 
     def read(self, path: Location, ranks: Ranks, names: Collection[str], in_parts: Collection[str]) -> dict[str, Any]:

@@ -81,7 +81,7 @@ def training_states(trainer: "Trainer") -> dict[str, Any]:
 
 
 def contents_after_workers(trainer: "Trainer", weights_only: bool) -> dict[str, Any]:
-    """Return the contents of a checkpoint after the run's worker processes, which had its optimizers, have exited.
+    """Return the contents of a checkpoint after the run's worker processes, which owned its optimizers, have exited.
 
     The contents are copied from the run's newest checkpoint. Raises TaskError if that checkpoint is not from the last
     step.

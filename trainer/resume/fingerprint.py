@@ -1,7 +1,7 @@
 """Fingerprint of a run: its effective settings, stored in each checkpoint as a flat dict.
 
-    samples.*                    settings that determine the samples of each step
-    training.*, schedulers.0.*   other settings that change the training
+    samples.*                    settings that determine each step's samples
+    training.*, schedulers.0.*   other settings that affect training
     optimizers.0.groups.1.lr     settings of parameter groups, restored from the checkpoint on resume
     numerics.*                   settings and versions that affect the low-order bits of a result
     data.content                 content of the first batch that the run read; this batch is read again on resume
@@ -118,7 +118,7 @@ def fingerprint_of(trainer: TrainerArguments, optimization: "Optimization") -> d
 
 
 def samples_of(trainer: TrainerArguments, loader: Any, rounds: int | None, dealt_out: bool) -> dict[str, Any]:
-    """Return the settings that determine the samples of each step, as far as the training loader reveals them.
+    """Return the settings that determine each step's samples, as far as the training loader reveals them.
 
     Args:
         rounds: number of batches per replica in an epoch; None if unknown.

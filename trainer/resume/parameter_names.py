@@ -12,8 +12,8 @@ Names = Sequence[Sequence[str]]
 def named(state: dict[str, Any], names: Names | None) -> dict[str, Any]:
     """Return an optimizer's state dict with its states keyed by parameter names instead of numbers.
 
-    If the states were keyed by number, they would be loaded into the wrong parameters after a change of the parameters'
-    order. If there are no names, or if the state dict lacks torch's keys, return it unchanged.
+    If the states were keyed by number, they would be loaded into the wrong parameters whenever the order of the
+    parameters changed. If there are no names, or if the state dict lacks torch's keys, return it unchanged.
     """
     if names is None or not {"state", "param_groups"} <= state.keys():
         return state

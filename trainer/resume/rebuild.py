@@ -136,7 +136,7 @@ def averaging_state(contents: Mapping[str, Any], but: Iterable[str] = ()) -> Map
 
 
 def averaged_weights(contents: Mapping[str, Any], but: Iterable[str] = ()) -> Any:
-    """Return the weights with which the run was evaluated: the averaged weights if the checkpoint has any."""
+    """Return the weights used to evaluate the run: the averaged weights if the checkpoint has any."""
     state, weights = averaging_state(contents, but), contents.get("state_dict")
     if state is None or weights is None:
         return weights

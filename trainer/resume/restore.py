@@ -114,7 +114,7 @@ class Replay(NamedTuple):
 
 
 def replay_schedules(trainer: "Trainer", saved: Mapping[str, Any], before: Mapping[str, Any]) -> dict[int, Replay]:
-    """Advance each scheduler whose settings have changed to the saved step. Return the replays by scheduler index.
+    """Advance the schedulers with changed settings to the saved step. Return the replays by scheduler index.
 
     The learning rate then follows the current schedule. Schedulers are not replayed if they include ReduceLROnPlateau,
     if the task steps them, or if an optimizer has several of them, because each multiplies the others' results.
@@ -287,8 +287,8 @@ def load_rest(trainer: "Trainer", saved: Mapping[str, Any], resumes: bool) -> No
     """Load everything except the loop state and the weights from a checkpoint.
 
     Args:
-        resumes: True if the run resumes from a stored checkpoint, False if another process of an elastic run sent the
-            contents.
+        resumes: True if the run is resuming from a stored checkpoint, False if another process of an elastic run sent
+            the contents.
     """
     run, state_dicts = trainer.current_run, trainer.strategy.state_dicts
     optimizers = run.optimization.optimizers

@@ -172,7 +172,7 @@ class Saver:
                 stored anywhere.
 
         Raises CheckpointError if the save fails or if the previous background save failed. After a failed background
-        save, a save in the foreground still writes its checkpoint before it raises the error.
+        save, a foreground save still writes its checkpoint before it raises the error.
         """
         self._for_format(path)  # check the path before the background writer gets it
         trainer = self.trainer

@@ -114,7 +114,7 @@ class RunDirectory:
 
     @property
     def began(self) -> float:
-        """Time of the first start, in seconds since 1970."""
+        """Time when the run first started, in seconds since 1970."""
         return float(_number_in(self.status, "created") or self._modified)
 
     @property
@@ -143,7 +143,7 @@ class RunDirectory:
 
     @property
     def is_empty(self) -> bool:
-        """True if the run has no step, checkpoint or logged value, and only the files that every start writes."""
+        """True if the run has no step, checkpoint or logged value, and only the files that every launch writes."""
         if self.step or self.checkpoints or self.last_point:
             return False
         try:
@@ -165,7 +165,7 @@ class RunDirectory:
     # --- contents ---------------------------------------------------------------------------------------------------
     @cached_property
     def config(self) -> dict[str, Any]:
-        """Config with which the latest weights were trained, by dotted key; {} for a run started by a script."""
+        """Config used to train the latest weights, by dotted key; {} for a run started by a script."""
         values = self.status.get("config")
         return values if isinstance(values, dict) else {}
 

@@ -1,9 +1,9 @@
-"""RunLock: at most one run at a time writes to a folder, and a dead run does not block it.
+"""RunLock: lets one run at a time write to a folder; a dead run does not block the folder.
 
 The lock is a filelock lease: the holder touches `.lock` every few seconds. A run on the holder's machine checks the
 holder's process instead of the lease. It detects a dead holder at once, and never takes the lock from a live holder,
 even a suspended one. A run on another machine waits until `.lock` has not been touched for LEASE seconds. The lock
-works on any file system with exclusive creation.
+works on any file system that supports exclusive file creation.
 """
 
 import json
@@ -170,7 +170,7 @@ def _state_and_start(pid: int) -> tuple[str, str]:
 
 
 def _machine() -> str:
-    """Return the boot id and the PID namespace. A process id is valid only within these."""
+    """Return the boot id and the PID namespace. A process id is only meaningful within both."""
     try:
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:

@@ -1,9 +1,9 @@
-"""ObjectLock: at most one run at a time writes to a folder of an object store, and a dead run does not block it.
+"""ObjectLock: lets one run at a time write to a folder in an object store; a dead run does not block the folder.
 
 The lock is an object, `.lock`, which the holder creates and rewrites every BEAT seconds. A run on the holder's machine
 takes the lock at once if the holder's process is dead. A run on another machine takes the lock if the object has not
-changed for LEASE seconds by that machine's clock. An object store cannot guarantee an exclusive lock: a holder that was
-suspended for a long time learns only at its next save that it has lost the lock.
+changed for LEASE seconds according to its own clock. An object store cannot guarantee an exclusive lock: a holder that
+was suspended for a long time does not learn until its next save that it has lost the lock.
 """
 
 import json

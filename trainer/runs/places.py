@@ -137,7 +137,7 @@ def newest_in(directory: Path, check: Check = verify, folders: Sequence[Location
 def folder_to_read(directory: Path | None, newest: Location | None) -> Location | None:
     """Return the folder of a run's newest checkpoint, so that a reader can fall back to an older checkpoint.
 
-    If the checkpoint is outside of the run directory, return the checkpoint itself, because its folder may contain
+    If the checkpoint is outside the run directory, return the checkpoint itself, because its folder may contain
     checkpoints of other runs.
     """
     is_inside = newest is not None and directory is not None and location_of(directory) in newest.parents
@@ -169,8 +169,8 @@ def run_of(checkpoint: Location, root: Location, name: str) -> Path | None:
 def newest_to_resume(root: Location, name: str) -> Path | None:
     """Return the newest run directory with this name whose run has a checkpoint.
 
-    The checkpoint may also be in the `dirpath` of a callback. It is not verified, because callers need the run's config
-    first. `StoredRun.to_resume` verifies it.
+    The checkpoint may also be in the `dirpath` of a callback. It is not verified here, because callers need the run's
+    config first. `StoredRun.to_resume` verifies it.
     """
     candidates = map(remote.refresh, reversed(versions_to_resume(root, name)))
     return next((path for path in candidates if checkpoints_in(checkpoints_of(path)) or _saves_elsewhere(path)), None)

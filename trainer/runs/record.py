@@ -1,11 +1,11 @@
-"""Records the command line, versions, host and code of each start in the run directory.
+"""Records the command line, versions, host and code in the run directory each time a run starts.
 
-environment.json     a list of starts, newest last; each resume adds one
+environment.json     one entry per launch, newest last
 uncommitted.diff     uncommitted changes for `git apply`; a resume with different code adds uncommitted-1.diff
-config.yaml          the config with which the latest weights were trained
+config.yaml          the config used to train the latest weights
 config_given.yaml    the same config without defaults
-starts/N.yaml        the config of start N, counted from 0 as in environment.json
-epochs.jsonl         the step before each epoch; if an epoch has two lines, the later line applies
+starts/N.yaml        the config of launch N, counted from 0 as in environment.json
+epochs.jsonl         the step before each epoch; if an epoch has two lines, the later one applies
 """
 
 import hashlib
@@ -44,7 +44,7 @@ _TRAINERS = count(1)
 
 
 def add_start(directory: Path, facts: Mapping[str, Any], save_code: bool, config: str | None = None) -> None:
-    """Record that the run was started or resumed, with the entries in `facts` and the config of this start."""
+    """Record that the run was started or resumed, with the entries in `facts` and the config of this launch."""
     starts = read_starts(directory)
     if not starts and (directory / RECORD).exists():
         os.replace(directory / RECORD, directory / f"{RECORD}.damaged")  # a person may still want to read it
@@ -79,7 +79,7 @@ def add_start(directory: Path, facts: Mapping[str, Any], save_code: bool, config
 def command_of_process() -> dict[str, Any]:
     """Return this process's command, and which of the script's Trainers is calling.
 
-    "script" is the file that runs as `__main__` (None in a notebook), "module" is the module after `python -m`,
+    "script" is the file running as `__main__` (None in a notebook), "module" is the module after `python -m`,
     "trainer" is the Trainer's number in the script, and "fit" is the number of the Trainer's run.
     """
     main = sys.modules["__main__"]
@@ -104,12 +104,12 @@ def hash_of(file: str) -> str | None:
 
 
 def start_config(directory: Path, number: int) -> Path:
-    """Return the path of the file with the config of a start."""
+    """Return the path of the file that stores a launch's config."""
     return directory / STARTS / f"{number}.yaml"
 
 
 def store_config(directory: Path, config: str, explicit: str | None) -> None:
-    """Store the config with which a run trains in the run directory, in full and without defaults (`explicit`)."""
+    """Store a run's training config in the run directory, both in full and without defaults (`explicit`)."""
     for name, text in ((CONFIG, config), (GIVEN_CONFIG, explicit)):
         if text is not None:
             replace_text(directory / name, text)
@@ -133,9 +133,9 @@ def note_epoch(directory: Path, epoch: int, step: int) -> None:
 
 
 def epochs_begun(directory: Path) -> dict[int, int]:
-    """Return the number of steps before each epoch that has started, by epoch.
+    """Return the number of steps before each epoch that has started, keyed by epoch.
 
-    If a resume repeated an epoch, its last start is used.
+    If an epoch was repeated after a resume, its latest start is used.
     """
     begun: dict[int, int] = {}
     if (directory / EPOCHS).is_file():
@@ -148,13 +148,13 @@ def epochs_begun(directory: Path) -> dict[int, int]:
 
 
 def last_replicas(directory: Path) -> int | None:
-    """Return a run's number of replicas, from the record of its latest start; None if unknown."""
+    """Return a run's number of replicas, as recorded when it last started; None if unknown."""
     counts = [start.get("replicas") for start in read_starts(directory) if start.get("stage", "fit") == "fit"]
     return counts[-1] if counts and isinstance(counts[-1], int) else None
 
 
 def read_starts(directory: Path) -> list[dict[str, Any]]:
-    """Return the starts of a run, newest last; [] if there is no readable record."""
+    """Return the records of a run's launches, newest last; [] if there is no readable record."""
     try:
         return list(parse_small(directory / RECORD)["starts"])
     except (KeyError, TypeError):
@@ -162,12 +162,12 @@ def read_starts(directory: Path) -> list[dict[str, Any]]:
 
 
 def jobs_of(directory: Path) -> set[str | None]:
-    """Return the ids of the SLURM jobs that started the run. A start outside of SLURM adds None."""
+    """Return the ids of the SLURM jobs that started the run. A launch outside SLURM adds None."""
     return {start.get("slurm_job") for start in read_starts(directory)}
 
 
 def _store_diff(directory: Path, diff: bytes, number: int, previous: str | None) -> str:
-    """Write a start's uncommitted changes unless the previous start had the same changes. Return the file's name."""
+    """Save the uncommitted changes at launch unless the previous launch had the same ones. Return the file's name."""
     if previous is not None and (directory / previous).is_file() and (directory / previous).read_bytes() == diff:
         return previous
     name = f"{Path(DIFF).stem}-{number}.diff" if (directory / DIFF).exists() else DIFF
@@ -189,7 +189,7 @@ def installed_packages() -> dict[str, str]:
 
 # --- code -------------------------------------------------------------------------------------------------------------
 def loaded_sources(folder: Path) -> dict[str, str]:
-    """Return the SHA-256 of each loaded module's source file, by path relative to `folder`, without libraries."""
+    """Return the SHA-256 of each loaded module's source file, by path relative to `folder`, excluding libraries."""
     legato, libraries = str(Path(__file__).parents[2]), (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
     # a list, because another thread may import a module in the meantime
     files = {getattr(module, "__file__", None) for module in list(sys.modules.values())}

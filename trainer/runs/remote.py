@@ -2,7 +2,7 @@
 
     s3://bucket/runs/digits/version_3      ~/.cache/legato/runs/s3/bucket/runs/digits/version_3
 
-Loggers can therefore write ordinary files, and other modules do not have to handle stores. `location_of`
+This lets loggers write ordinary files, and other modules don't have to handle object stores. `location_of`
 (base/location.py) returns the address of a mirrored folder. Checkpoints are not mirrored: they are read and written
 directly in the store (ObjectFolder).
 """
@@ -51,7 +51,7 @@ class RemoteLock(RunLock):
         self._released: threading.Event | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the state of this process. A worker can check the lock and upload files, but not release it."""
+        """Leave out this process's state. A worker can check the lock and upload files, but cannot release the lock."""
         return {name: value for name, value in vars(self).items() if name != "_lease"} | {"_released": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -139,7 +139,7 @@ class Mirror:
             )  # fmt: skip
 
     def download(self) -> None:
-        """Download files that are missing in the local folder or differ there. Raises ConfigError.
+        """Download files that are missing from the local folder or differ there. Raises ConfigError.
 
         A local file that starts with the stored contents is kept, because it is more recent if the run was killed here.
         """

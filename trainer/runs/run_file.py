@@ -2,12 +2,12 @@
 
 legato, id, stage        version, identity of the run, and its stage: fit, validate, test or predict
 state                    starting, running, done, failed or preempted; for the last two, also error and traceback
-created, began, ended    times of the first start, of the latest start and of its end, in seconds since 1970
-step, epoch, elapsed     progress when the training started or ended; also max_steps and max_epochs
+created, began, ended    when the run was first launched, was last launched, and ended, in seconds since 1970
+step, epoch, elapsed     progress when training started or ended, plus max_steps and max_epochs
 monitor, mode, best      the metric that ranks checkpoints, and its best value (that of best_checkpoint)
-config, set              the config by dotted keys, and the keys set by files or on the command line
+config, set              the config by dotted key, and the keys set by files or on the command line
 
-Rank 0 replaces the file when a run starts, begins to train and ends. A killed process writes nothing, so the state
+Rank 0 replaces the file when a run starts, begins training, and ends. A killed process writes nothing, so the state
 "running" is valid only while the directory is locked.
 """
 
@@ -62,7 +62,7 @@ class RunFile:
 
 
 def create(directory: Path, identity: str, stage: str) -> None:
-    """Make a folder a run directory by writing `run.json`. Raises OSError if the folder is not writable."""
+    """Turn a folder into a run directory by writing `run.json`. Raises OSError if the folder is not writable."""
     if identity_of(directory) != identity:
         _write(directory, new_run(identity, stage))
 
@@ -139,7 +139,7 @@ def _outcome(error: BaseException | None) -> dict[str, Any]:
     """Return the run's state after `error` (None: success), with the error's text and traceback."""
     if error is None:
         return {"state": DONE}
-    # a run that was asked to stop has not failed: `legato runs` lists it as resumable
+    # a preempted run has not failed: `legato runs` lists it as resumable
     if isinstance(error, KeyboardInterrupt):
         return {"state": PREEMPTED, "error": "Ctrl-C"}
     if isinstance(error, SystemExit) and error.code == _RESUME_ME:
@@ -160,6 +160,6 @@ def _write(directory: Path, values: Mapping[str, Any]) -> None:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Replace a file in a run directory atomically. If the process is killed, the old or the new file remains."""
+    """Replace a file in a run directory atomically. If the process is killed, the old or new file remains intact."""
     # Python stores a path's invalid bytes as lone surrogates, which backslashreplace turns into JSON escapes
     replace_file(path, text.encode("utf-8", "backslashreplace"))

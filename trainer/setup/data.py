@@ -175,7 +175,7 @@ def distribute(loader: Any, dealing: Dealing, trainer: "Trainer", task: Task, ra
     """Return a training loader's data, distributed according to the trainer's settings.
 
     Args:
-        ranks: the ranks that verify that they read the same data.
+        ranks: the ranks that verify that they are reading the same data.
     """
     # both have collectives within the step, which need a batch on each replica
     full_rounds = not task.automatic_optimization or trainer.sync_batchnorm
@@ -273,7 +273,7 @@ def origin_of_shares(call: Call, source: TrainingData, begun: Mapping[str, Any] 
     # before reading samples, which may be expensive: the sampler's class shows it
     if all(reads_share(part, ranks) for part in loaders_in(source.loader)):
         return "it has a DistributedSampler"
-    # nothing is read in a resume: a stream that was opened may not accept the restored position
+    # nothing is read when a run resumes: a stream that has been opened may not accept the restored position
     if begun is not None and (ranks.size == 1 or isinstance(source, StreamData)):
         return "" if begun.get("use_distributed_sampler", True) else "as when the run started"
     if call.strategy.collectives.size == 1:
@@ -316,7 +316,7 @@ def require_shares_fit(call: Call, origin: str) -> None:
 
 
 def dealing(call: Call) -> Dealing:
-    """Return the settings that assign batches to replicas and processes."""
+    """Return the settings that determine how batches are assigned to replicas and processes."""
     accumulate, seed = call.trainer.accumulate_grad_batches, call.state.seed
     return Dealing(
         call.layout,

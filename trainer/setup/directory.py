@@ -33,7 +33,7 @@ log = logging.getLogger("legato")
 
 @dataclass
 class Start:
-    """The run directory, checkpoint and run id with which a call starts, chosen by one process for all processes."""
+    """The run directory, checkpoint and run id that a call starts with, chosen by one process for all processes."""
 
     directory: Path | None = None
     """The run directory; None if nothing is written."""
@@ -95,7 +95,7 @@ def find_start(call: Call, request: Request) -> tuple[Start, dict[str, Any] | No
 
 
 def weight_names(task: Task) -> set[str]:
-    """Return the names of a task's weights without calling its `state_dict`, which may need objects made in `setup`."""
+    """Return the names of a task's weights without calling `state_dict`, which may need objects created in `setup`."""
     return set(nn.Module.state_dict(task))
 
 

@@ -16,7 +16,7 @@ log = logging.getLogger("legato")
 
 
 def record_start(call: Call, source: Location | None = None, evaluated: tuple[int, int] | None = None) -> None:
-    """Record this start in the run directory, on rank 0: command line, layout, versions, code.
+    """On rank 0, record this launch in the run directory: command line, layout, versions, code.
 
     Args:
         source: the checkpoint that the call resumes from or evaluates.
@@ -73,7 +73,7 @@ def open_loggers(run: Run, resume_step: int | None) -> None:
         for logger in trainer.loggers:
             logger.follow(trainer.run_dir)
         return
-    # a resumed run stores its config with the first checkpoint that has steps of this start: see `Saver.save`
+    # a resumed run stores its config with the first checkpoint that includes steps of this launch: see `Saver.save`
     config = {} if run.resumes_same_run else config_of(trainer.config_text, trainer.explicit_config)
     if trainer.config_text is not None and not run.resumes_same_run:
         weights = to_location(run.source) if run.stage != "fit" and run.source is not None else None

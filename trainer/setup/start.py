@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 def make_call(trainer: "Trainer", request: Request) -> Call:
     """Create the parts of a requested call, without starting processes or opening files."""
     loop = LoopState(DOING_OF_STAGE[request.stage])
-    # Hooks of callbacks come later, as configure_callbacks may ask for ranks, which are unknown so far.
+    # Callbacks' hooks are added later, because configure_callbacks may ask for ranks, which are not known yet.
     # `setup.join` adds the other ranks to both; a signal, or `self.log` in a hook, may come before that.
     agreement = Agreement(SINGLE, 0, trainer.state.elapsed)
     metrics = Metrics(SINGLE, 1, request.task)
