@@ -65,7 +65,7 @@ _ROOMS = {
     "testing": ".lab.testing",
 }
 
-if not TYPE_CHECKING:  # else any name would do for a type checker
+if not TYPE_CHECKING:  # otherwise type checkers would accept any name
 
     def __getattr__(name: str) -> Any:
         if name in _HOMES:

@@ -74,7 +74,7 @@ Outputs = Any
 
 
 class Callback:
-    """Base class of callbacks. A hook that you do not override costs nothing.
+    """Base class for callbacks. A hook that you do not override costs nothing.
 
     A callback observes the run. It changes the run only through the trainer's public methods and `trainer.should_stop`.
     """
@@ -124,7 +124,7 @@ class Callback:
     def on_train_batch_start(self, trainer: "Trainer", task: "Task", batch: Any, batch_idx: int) -> None:
         """Called for each batch of a local replica, once it is on the device. Return -1 to skip the rest of the epoch.
 
-        All processes must return the same value, so do not return -1 in a step in which a process may have no batch.
+        All processes must return the same value, so do not return -1 in a step where a process may have no batch.
         """
 
     def on_train_batch_end(
@@ -203,7 +203,7 @@ class Callback:
 
 
 class MonitoringCallback(Callback):
-    """Base class of callbacks that act on metrics. Their hooks run after those of the task and of other callbacks.
+    """Base class for callbacks that act on metrics. Their hooks run after those of the task and of other callbacks.
 
     `on_train_batch_end` runs on every process after every step, so it may save a checkpoint or make a decision for all
     processes. On a process without a batch, `outputs` and `batch` are None.

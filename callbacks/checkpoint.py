@@ -68,7 +68,7 @@ class Checkpoint(CheckpointCallback):
         monitor: Metric to rank checkpoints by, a name in `trainer.callback_metrics`. The callback ignores
             non-finite values and values from an earlier step (an earlier validation, or the previous epoch's mean).
         mode: "min" if smaller values are better, "max" if larger values are better.
-        save_top_k: Number of best checkpoints to keep or, without `monitor`, of newest checkpoints. -1 keeps all.
+        save_top_k: Number of best checkpoints to keep or, without `monitor`, of the newest ones. -1 keeps all.
         save_last: Also keep the newest checkpoint.
         every_n_train_steps: Save every n optimizer steps; 0 disables this interval. You can combine it with
             `every_n_epochs` and `train_time_interval`.
@@ -132,9 +132,9 @@ class Checkpoint(CheckpointCallback):
         self._seen_step = self._start_step = -1
         self._saved_at = 0.0
         self._begun_step = -1
-        """Step of the newest save that was started."""
+        """Step of the latest save that was started."""
         self._due_step = -1
-        """Newest step at which the step or time interval required a save."""
+        """Latest step for which the step or time interval required a save."""
         self._is_cut_off = False
         """Whether training ended in the middle of an epoch."""
 
@@ -187,7 +187,7 @@ class Checkpoint(CheckpointCallback):
         return "Checkpoint" if self._given_dirpath is None else f"Checkpoint[{self._given_dirpath}]"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the step of the newest save and the monitor's state, which a process that joins the run needs."""
+        """Return the step of the latest save and the monitor's state, which a process that joins the run needs."""
         return {"begun_step": self._begun_step, "metric": {} if self._metric is None else self._metric.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -264,7 +264,7 @@ class Checkpoint(CheckpointCallback):
             trainer.saver.require_storable()  # the first step has created the optimizers' states
         self._seen_step = step
         if self.asynchronous:
-            # raises the error of a failed background save now, not when the next save begins
+            # raises the error from a failed background save now rather than when the next save begins
             trainer.saver.writer.check()
         due = self.every_n_train_steps > 0 and step % self.every_n_train_steps == 0
         # a clock shared by all ranks: with local clocks, ranks would start the collective save at different steps
@@ -290,7 +290,7 @@ class Checkpoint(CheckpointCallback):
         if trainer.sanity_checking or trainer.stage != "fit":
             return
         here = fresh if self.save_on_train_epoch_end is None else not self.save_on_train_epoch_end
-        due = trainer.global_step in (self._newest_step, self._due_step)  # saved before validation had the value
+        due = trainer.global_step in (self._newest_step, self._due_step)  # saved before validation
         if (here and self._is_epoch_due(trainer)) or (fresh and due):
             self.save(trainer)
 
@@ -306,7 +306,7 @@ class Checkpoint(CheckpointCallback):
                 trainer.global_step, self.monitor,
             )  # fmt: skip
         if not trainer.state.epoch_ended:
-            return  # stopped within the epoch, which continues after a resume
+            return  # stopped mid-epoch; resuming continues the epoch
         here = self.save_on_train_epoch_end
         trained = self._metric is not None and self._metric.is_from_training(trainer)
         if here is None:
@@ -330,7 +330,7 @@ class Checkpoint(CheckpointCallback):
 
     def save_cut_epoch(self, trainer: "Trainer") -> None:
         """If `save_last` is set, save before the last validation of a run that stops mid-epoch."""
-        if self.save_last and self.filename is None:  # a template may need values of the validation
+        if self.save_last and self.filename is None:  # a template may need values from the validation
             self.save(trainer)
 
     def on_train_end(self, trainer: "Trainer", task: "Task") -> None:
@@ -395,7 +395,7 @@ class Checkpoint(CheckpointCallback):
         if trainer.is_global_zero:
             for logger in trainer.loggers:
                 logger.after_save_checkpoint(self)
-        # a background save is not complete yet, so the previous checkpoint stays until it is
+        # a background save is not complete yet, so the previous checkpoint is kept until it is
         if not self.asynchronous and not always:
             self._prune(trainer)
 

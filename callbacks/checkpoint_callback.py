@@ -1,4 +1,4 @@
-"""CheckpointCallback: the base class of callbacks that save checkpoints."""
+"""CheckpointCallback: the base class for callbacks that save checkpoints."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 class CheckpointCallback(MonitoringCallback):
-    """Base class of callbacks that save checkpoints. Their hooks run last.
+    """Base class for callbacks that save checkpoints. Their hooks run last.
 
     If you pass such a callback, the trainer does not add its default Checkpoint callback. The properties below return
     the paths of kept checkpoints. A subclass does not have to override them.

@@ -16,8 +16,8 @@ class DeviceStatsMonitor(Callback):
     """Logs statistics of rank 0's device at logging points, before and after a batch.
 
     On accelerators such as CUDA, it logs all values from torch.cuda.memory_stats or its equivalent. On MPS, it logs the
-    number of allocated bytes. On the CPU, it logs the load and memory use in percent, which requires psutil. Names have
-    the form `DeviceStatsMonitor.on_train_batch_end/NAME`.
+    number of allocated bytes. On the CPU, it logs the load and memory use as percentages, which requires psutil. Names
+    have the form `DeviceStatsMonitor.on_train_batch_end/NAME`.
 
     Args:
         cpu_stats: When to log CPU statistics. True: always; None: only if the device is the CPU; False: never.

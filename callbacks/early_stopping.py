@@ -95,7 +95,7 @@ class EarlyStopping(MonitoringCallback):
             self._metric.reset()
 
     def on_train_start(self, trainer: "Trainer", task: "Task") -> None:
-        """If this callback had stopped the run before it was resumed, stop it again unless `patience` was raised."""
+        """If this callback stopped the run before it was resumed, stop it again unless `patience` was increased."""
         # without this, a resume from the stopped run's checkpoint would train until the next check
         trainer.should_stop |= self.stopped_step > 0
         if trainer.is_global_zero and (problem := self._metric.lacks_validation(trainer)):
@@ -116,7 +116,7 @@ class EarlyStopping(MonitoringCallback):
         if self.strict and self._metric.is_missing(trainer):
             self._metric.refuse(trainer)
         if not trainer.state.epoch_ended:
-            return  # stopped within the epoch, which continues after a resume
+            return  # stopped mid-epoch; resuming continues the epoch
         here = self.check_on_train_epoch_end
         if self._metric.is_from_training(trainer) if here is None else here:
             self._check(trainer)

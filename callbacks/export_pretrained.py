@@ -22,7 +22,7 @@ class ExportPretrained(Callback):
     nothing is written. You can then export a checkpoint with `legato export RUN DIR --format hf`.
 
     Args:
-        shard_size: Maximum size of a weights file, such as "5GB"; larger weights are split into several files. None:
+        shard_size: Maximum size of a weights file, such as "5GB"; larger weights are split into multiple files. None:
             the library's default.
 
     Raises TaskError if no module of the task has `save_pretrained`, and ConfigError with `whole_at_end: false`.

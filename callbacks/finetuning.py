@@ -24,7 +24,7 @@ def multiplicative(epoch: int) -> float:
 
 
 class BaseFinetuning(Callback):
-    """Base class of callbacks that freeze modules before training and unfreeze them at the beginning of epochs.
+    """Base class for callbacks that freeze modules before training and unfreeze them at the start of chosen epochs.
 
     Override `freeze_before_training` and `finetune_function`. When a run is resumed, the set of trained parameters and
     the parameter groups that were added to optimizers are restored.
@@ -173,11 +173,11 @@ class BaseFinetuning(Callback):
             state["trained"] = [name for name, parameter in task.named_parameters() if parameter.requires_grad]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the newest epoch that started. `on_save_checkpoint` adds the names of trained parameters."""
+        """Return the latest epoch that has started. `on_save_checkpoint` adds the names of trained parameters."""
         return {"trained": self._trained, "newest_epoch": self._newest_epoch}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the newest epoch and the names of trained parameters."""
+        """Restore the latest epoch and the names of trained parameters."""
         self._trained, self._newest_epoch = state_dict["trained"], state_dict["newest_epoch"]
 
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class GradientAccumulationScheduler(Callback):
-    """Sets the number of batches that a step accumulates, which may change between epochs.
+    """Sets the number of batches accumulated per step, which may change between epochs.
 
     `trainer.estimated_stepping_batches` uses the current epoch's value for all later epochs.
 
@@ -45,7 +45,7 @@ class GradientAccumulationScheduler(Callback):
         return self.scheduling[max(first for first in self.epochs if first <= epoch)]
 
     def setup(self, trainer: "Trainer", task: "Task", stage: str) -> None:
-        """Set the batches per step of epoch 0. Raises ConfigError if `trainer.accumulate_grad_batches` is also set."""
+        """Set the batches per step for epoch 0. Raises ConfigError if `trainer.accumulate_grad_batches` is also set."""
         if stage != "fit":
             return
         if trainer.accumulate_grad_batches != 1:
@@ -69,7 +69,7 @@ class GradientAccumulationScheduler(Callback):
     def teardown(self, trainer: "Trainer", task: "Task", stage: str) -> None:
         """Reset the trainer's value to 1."""
         if stage == "fit":
-            # otherwise the next fit would take this value for the user's and raise an error
+            # otherwise the next fit would mistake this value for the user's and raise an error
             trainer.accumulate_grad_batches = 1
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""PredictionWriter: the base class of callbacks that write the results of predict_step."""
+"""PredictionWriter: the base class for callbacks that write the results of predict_step."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class PredictionWriter(Callback):
-    """Base class of callbacks that write predictions. Override `write_on_batch_end`, `write_on_epoch_end` or both.
+    """Base class for callbacks that write predictions. Override `write_on_batch_end`, `write_on_epoch_end` or both.
 
     Each process writes its own predictions and receives their dataset indices. To save memory, call
     `trainer.predict(..., return_predictions=False)`. Predictions are then kept only if `write_on_epoch_end` is used.

@@ -25,7 +25,7 @@ class Profile(Callback):
         warmup: Optimizer steps to record and discard.
         active: Optimizer steps to record and keep.
         repeat: Number of cycles of wait, warmup and active. 0: until the fit ends.
-        options: Further arguments for torch.profiler.profile, such as `profile_memory=True`.
+        options: Additional arguments for torch.profiler.profile, such as `profile_memory=True`.
 
     Raises ConfigError if `dirpath` is in an object store, or if it is None and the run has no run directory.
     """

@@ -27,7 +27,7 @@ NARROW = {"epoch": 5, "lr": 8, "time": 7}
 
 
 class ProgressDisplay(Callback):
-    """Base class of callbacks that show progress. If you pass one, the trainer does not add a ProgressBar."""
+    """Base class for callbacks that show progress. If you pass one, the trainer does not add a ProgressBar."""
 
 
 class ProgressBar(ProgressDisplay):
@@ -35,7 +35,7 @@ class ProgressBar(ProgressDisplay):
 
     The bar shows the epoch, the step, the time left in the epoch, samples per second over all replicas, and metrics
     logged with `prog_bar=True`. For training metrics, it shows the mean over the epoch so far. With multiple processes,
-    that mean extends to the newest logging point. For other metrics, the bar shows the newest value. tqdm redraws the
+    that mean extends to the latest logging point. For other metrics, the bar shows the latest value. tqdm redraws the
     bar at most ten times a second. Outside of terminals and notebooks, a line per minute replaces the bar. Metrics are
     read from the device at logging points and every two seconds.
 
@@ -61,7 +61,7 @@ class ProgressBar(ProgressDisplay):
         self._start = (0, 0, 0)
         """Epochs, steps and samples at the start of the run."""
         self._epoch_samples = 0
-        """Samples of the run at the start of this epoch."""
+        """Number of samples that the run had processed when this epoch started."""
         self._shown_step = -1
         self._means: dict[str, float] = {}
         self._word, self._batches = "", 0
@@ -97,7 +97,7 @@ class ProgressBar(ProgressDisplay):
     def on_train_start(self, trainer: "Trainer", task: "Task") -> None:
         """Start the clock of the run."""
         self._began, state = time.monotonic(), trainer.state
-        ended = state.epoch_rounds >= trainer.num_training_batches  # saved during its validation, after the last step
+        ended = state.epoch_rounds >= trainer.num_training_batches  # saved in the validation after its last step
         self._start = trainer.current_epoch + ended, trainer.global_step, state.samples_seen
         saved, monitor = trainer.checkpoint_callback, self._monitor
         score = getattr(saved, "best_model_score", None) if monitor is not None else None
@@ -167,7 +167,7 @@ class ProgressBar(ProgressDisplay):
         self._shown_step = trainer.global_step
 
     def _metrics(self, trainer: "Trainer") -> dict[str, float]:
-        """Return training means over the epoch so far and the newest values of other metrics."""
+        """Return training means over the epoch so far and the latest values of other metrics."""
         metrics = dict(self._means)
         for name, value in trainer.progress_bar_metrics.items():
             # `loss_step` and `loss_epoch` share a column; the mean over the epoch so far takes precedence
@@ -314,7 +314,7 @@ def write(text: str) -> None:
 
 @cache
 def _tqdm() -> Any:
-    """Return a tqdm class without a monitor thread, which would outlive the run. It does not lock other processes."""
+    """Return a tqdm class without a monitor thread, which would outlive the run. It takes no lock across processes."""
     from tqdm.auto import tqdm
 
     class Bar(tqdm):  # type: ignore[type-arg]

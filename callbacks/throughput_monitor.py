@@ -16,7 +16,7 @@ log = logging.getLogger("legato")
 LEAST_SECONDS = 5.0
 """Minimum seconds between logging points for a warning about waiting for the loader."""
 MOST_SHARE = 0.25
-"""Fraction of the time that training may wait for the loader without a warning."""
+"""Fraction of the time that training may spend waiting for the loader before a warning is issued."""
 
 
 class ThroughputMonitor(Callback):
@@ -33,7 +33,7 @@ class ThroughputMonitor(Callback):
         self._step = 0
         self._validation_began = 0.0
         self._waited, self._ended = 0.0, 0.0
-        """Seconds spent waiting since the last logging point, and the end time of the newest batch (0.0: do not measure
+        """Seconds spent waiting since the last logging point, and the end time of the latest batch (0.0: do not measure
         the next wait)."""
         self._has_warned = False
         self._device: torch.device | None = None

@@ -148,7 +148,7 @@ class WeightAveraging(Callback):
     def _swap_out(self, task: "Task") -> None:
         import torch
 
-        # a successful validation gets here twice; the second call has nothing to do
+        # called twice after a successful validation; the second call has nothing to do
         trained, self._trained = self._trained, {}
         with torch.no_grad():
             for name, tensor in self._averaged(task).items() if trained else ():

@@ -153,7 +153,7 @@ def run_check(options: Namespace) -> None:
 def check_config(config: "Config") -> Report:
     """Run the trials of a config, and return a report with the problems."""
     original, report = build_config(config), Report()
-    # on the disk that holds the runs, since the check should also find errors of that disk
+    # on the disk that holds the runs, since the check should also detect problems with that disk
     with temporary_folder(original, report) as folder:
         try_stages(config, original, folder, report)
     check_gradients(original, report)

@@ -31,7 +31,7 @@ from .config.build import build_config
 from .config.check import load_config
 
 TOLERANCE = 1e-4
-"""Maximum difference between outputs, relative to the largest output: different kernels round differently."""
+"""Maximum difference between outputs, relative to the largest output. Different kernels round differently."""
 
 
 def run_export(arguments: Namespace) -> None:
@@ -218,7 +218,7 @@ def write_onnx(task: Task, arguments: tuple[Any, ...], options: dict[str, Any], 
 
 
 def compute_onnx(path: Path, arguments: tuple[Any, ...], options: dict[str, Any]) -> list[Tensor]:
-    """Return the outputs of an ONNX file."""
+    """Return the outputs of an ONNX model."""
     from onnx.reference import ReferenceEvaluator
 
     program = ReferenceEvaluator(str(path))

@@ -61,7 +61,7 @@ class StateSize:
     optimizer: int | None
     """Bytes of the optimizer state, or None if unknown."""
     optimizer_name: str
-    """Name of the optimizer, or the reason the size of its state is unknown."""
+    """Name of the optimizer, or the reason why the size of its state is unknown."""
 
     def of_rank(self, weight_parts: int, optimizer_parts: int) -> "StateSize":
         """Return the size of each rank's share of the state, rounded up, if all shares are equal."""
@@ -123,7 +123,7 @@ def _sum_bytes(tensors: Sequence[Tensor]) -> int:
 
 
 def parse_memory(text: str) -> int:
-    """Return a size such as 80GB in bytes. Raises ConfigError for any other format."""
+    """Convert a size such as 80GB to bytes. Raises ConfigError for any other format."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(\w+)", text)
     if match is None or match[2] not in UNITS:
         raise ConfigError(f"--memory {text}: expected a size such as 80GB or 40GiB.")
@@ -183,7 +183,10 @@ def measure_activations(task: "Task", batch: Any, recomputed: Sequence[str], pre
 
 # --- the plan ---------------------------------------------------------------------------------------------------------
 class Plan:
-    """Processes, steps and sizes of a config's run. Raises ConfigError for an impossible layout."""
+    """Process count, step count and sizes for the run that a config describes.
+
+    Raises ConfigError for an impossible layout.
+    """
 
     def __init__(self, config: Any) -> None:
         self.values = config.values["trainer"]
@@ -261,7 +264,7 @@ class Plan:
         return f"{counted(first, 'sample')}: {counted(self.replicas, 'replica')}{batches}{shorter}"
 
     def measure_activations(self) -> int | str:
-        """Return the size of a batch's activations in bytes, or the reason it is unknown."""
+        """Return the size of a batch's activations in bytes, or the reason why it is unknown."""
         loader = self.loader
         if not is_dealable(loader) or MapLoader(loader, 0).own_batches:
             return "the loader creates its own batches"

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ..trainer.trainer import Trainer
 
 LEAST_STEPS, MOST_STEPS, SECONDS = 2, 20, 3.0
-"""Training runs at least `LEAST_STEPS`, since the first steps are slow, and stops at `MOST_STEPS` or `SECONDS`."""
+"""Bounds on training: at least `LEAST_STEPS` steps, since the first are slow, and at most `MOST_STEPS` or `SECONDS`."""
 
 
 @dataclass
@@ -53,7 +53,7 @@ class Record:
     origin: str = ""
     """Name of the launcher that started the process."""
     bits: str = ""
-    """Versions and settings that affect the bits of the run, as text."""
+    """Versions and settings that affect the run's results bitwise, as text."""
 
 
 class Recorder(MonitoringCallback):
@@ -95,12 +95,12 @@ class Recorder(MonitoringCallback):
 
     def on_step_end(self, trainer: "Trainer", task: "Task") -> None:
         """Record a completed step."""
-        # kernels run asynchronously: without this only their launches would be timed
+        # kernels run asynchronously: without this, only their launches would be timed
         for device in trainer.strategy.parts or [trainer.strategy.device]:
             if device.type != "cpu":
                 torch.accelerator.synchronize(device)
         now = time.monotonic()
-        # includes data loading, which slows a run down as often as the model does
+        # includes data loading, which is the bottleneck as often as the model is
         self.record.seconds.append(now - self.since)
         self.record.without_gradient = sorted(self.missing)
         self.since = now
@@ -170,7 +170,7 @@ def layout_of(records: list[Record]) -> str:
 
 
 def bits_of(trainer: "Trainer") -> str:
-    """Describe the versions and settings that affect a result's bits, and the effect of changes on a resume."""
+    """Describe the versions and settings that affect results bitwise, and how changing them affects resuming."""
     numerics, is_bitwise = trainer.current_run.numerics, trainer.reproducible == "bitwise"
     names = [name for name in versions() if name not in NOT_REFUSED and numerics[name]]
     kernels = [str(numerics[name]) for name in ("cpu_capability", "device", "precision")]

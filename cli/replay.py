@@ -62,7 +62,7 @@ def run_replay(options: Namespace) -> None:
 
 
 def checkpoint_path(word: str, step: int) -> Path:
-    """Return the path at which to save a checkpoint. Raises ConfigError for a folder inside a run directory."""
+    """Return the path for saving a checkpoint. Raises ConfigError for a folder inside a run directory."""
     return outside_of_runs(word, "save=") / directory_name(step)
 
 

@@ -31,7 +31,7 @@ from .config.read import is_override
 from .runs.text import shortened, table
 
 Values = dict[str, str]
-"""A trial's values, as override texts by key."""
+"""A trial's values as override strings, by key."""
 MOST_VALUES = 100_000
 """Maximum number of values per key, and of combinations."""
 MOST_CHECKED = 200
@@ -139,7 +139,7 @@ def guided_values(
 ) -> Iterator[Values]:
     """Yield the values that Optuna's TPE sampler chooses, given the `results` of all but the last AHEAD - 1 trials.
 
-    The values therefore do not depend on the number of parallel trials. The result of a failed trial is None.
+    As a result, the values do not depend on the number of parallel trials. The result of a failed trial is None.
     """
     try:
         import optuna
@@ -266,7 +266,7 @@ class Sweep:
         self.signals: list[int] = []
 
     def open(self, kind: str) -> Path:
-        """Return the folder that an earlier start of the same command created for this sweep, or a new folder."""
+        """Return the folder that an earlier launch of the same command created for this sweep, or a new folder."""
         run, space = self.base.values["run"], {axis.key: [axis.scale, *axis.texts] for axis in self.axes}
         require_local(run["root"], "run.root of a sweep")
         root = Path(run["root"]).absolute() / run["name"]
@@ -293,7 +293,7 @@ class Sweep:
                     trial.start(self.fixed, self.free.pop(0))
                     running.append(trial)
                     tell(f"{trial.folder.name} started")
-                    if self.signals:  # a signal arrived during the start
+                    if self.signals:  # a signal arrived while the trial was starting
                         self._end(0)
                 if not running:
                     return
@@ -322,7 +322,7 @@ class Sweep:
             trial = Trial(self.folder / name.encode()[:120].decode(errors="ignore"), values)
             self.trials.append(trial)
             while trial.read(self.metric, self.mode) == "running" and not self.signals:
-                time.sleep(0.1)  # a trial from an earlier start that was killed may still be saving
+                time.sleep(0.1)  # a trial from an earlier, killed launch may still be saving
             # a failed trial is repeated, except under Optuna, whose later choices depend on the failure
             if trial.state != "done" and not (trial.state == "failed" and self.optuna):
                 return trial

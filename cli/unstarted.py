@@ -45,7 +45,7 @@ def _count_devices(trainer: Mapping[str, Any]) -> int:
 class UnstartedRun:
     """The objects of a config, each built on first access.
 
-    The task is on the meta device, so it may be of any size. The data module is the same as in a real run.
+    The task is on the meta device, so it can be any size. The data module is the same as in a real run.
 
     Raises ConfigError if the process layout is impossible.
     """
@@ -107,7 +107,7 @@ class UnstartedRun:
         return self.task.make_optimizers()[0]
 
     def attach(self, trainer: Trainer, task: "Task", rounds: int) -> Trainer:
-        """Set the process counts and epoch length of the run in the trainer, and attach the task to the trainer."""
+        """Set the run's process counts and epoch length in the trainer, and attach the task to the trainer."""
         local = self.processes // self.nodes
         # tasks read world_size and the number of steps to set learning rates
         trainer.strategy.place = Place(world_size=self.processes, local_world_size=local, nodes=self.nodes)

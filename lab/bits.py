@@ -123,13 +123,13 @@ def first_difference(first_run: StudiedRun, second_run: StudiedRun) -> Iterator[
 
 @contextmanager
 def watched(history: StudiedRun, steps: tuple[int, int], watcher: Callback) -> Iterator[Replayed]:
-    """Replay steps of a run with a watcher, in a temporary folder that is deleted when the context ends."""
+    """Replay steps of a run with a watcher, in a temporary folder that is deleted when the context exits."""
     with TemporaryDirectory() as folder:
         yield replay_steps(history, history.make(*steps)(), steps, Path(folder), [watcher, StopAfterStep(steps[1])])
 
 
 def is_same(our_record: CheckpointRecord, their_record: CheckpointRecord) -> bool:
-    """Return whether two checkpoints hold the same weights and optimizer states."""
+    """Return whether two checkpoints contain the same weights and optimizer states."""
     contents = (reading.read_checkpoint(record.path) for record in (our_record, their_record))
     first, second = (leaves({key: each[key] for key in ("state_dict", "optimizer_states")}) for each in contents)
     return first == second

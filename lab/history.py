@@ -49,7 +49,7 @@ class CheckpointRecord:
 
 
 class RunHistory:
-    """History of a run, read from its directory. Steps start at 1: step N increases `global_step` from N - 1 to N."""
+    """History of a run, read from its directory. Steps count from 1: step N increases `global_step` from N - 1 to N."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -103,7 +103,7 @@ class RunHistory:
 
     @property
     def last_step(self) -> int:
-        """The newest step with a checkpoint or a logged point, or 0 if there is no such step."""
+        """The latest step with a checkpoint or a logged point, or 0 if there is no such step."""
         return max([record.step for record in self.checkpoints[-1:]] + list(self.points), default=0)
 
     @cached_property
@@ -130,7 +130,7 @@ class RunHistory:
         if step < 1:
             raise ConfigError(f"step={step}: steps are counted from 1. Step 1 increases global_step from 0 to 1.")
         begun = self.epochs
-        # epochs.jsonl holds the step after which each epoch started, including epochs that a resume cut short
+        # epochs.jsonl holds the step after which each epoch started, including epochs that resuming cut short
         past = [epoch for epoch in begun if begun[epoch] < step]
         if not past:
             raise DataError(f"{self.directory} does not record the epoch of step {step}: the run has not reached it.")

@@ -37,7 +37,7 @@ class Microscope(MonitoringCallback):
     def __init__(self, every_n_steps: int = 100, modules: str = "", activations: bool = True) -> None:
         self.every_n_steps, self.modules, self.activations = every_n_steps, modules, activations
         self.newest: tuple[int, dict[str, float]] | None = None
-        """The newest observed step and its values, on every rank."""
+        """The latest observed step and its values, on every rank."""
         self._wanted = re.compile(modules)
         self._before: dict[str, list[Tensor]] = {}
         self._moments: dict[str, list[Tensor]] = {}
@@ -60,7 +60,7 @@ class Microscope(MonitoringCallback):
         self._attach_if_due(trainer, task)
 
     def on_processes_changed(self, trainer: "Trainer", task: "Task") -> None:
-        """Restart the observation if an elastic run repeats the step after its processes have changed."""
+        """Restart the observation if an elastic run repeats the step after its processes change."""
         self._detach()
         self._attach_if_due(trainer, task)
 

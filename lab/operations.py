@@ -54,7 +54,7 @@ class Operations(MonitoringCallback):
         self.phase = "forward"
 
     def on_before_optimizer_step(self, trainer: "Trainer", task: "Task", optimizer: "Optimizer") -> None:
-        """Label the following operations as part of the update."""
+        """Label subsequent operations as part of the update."""
         self.phase = self.phase and "update"
 
     def on_step_end(self, trainer: "Trainer", task: "Task") -> None:

@@ -148,7 +148,7 @@ def relative_difference(first: float, second: float) -> float:
     """Return |one - other| / max(|one|, |other|), or infinity if either is not finite."""
     if not (math.isfinite(first) and math.isfinite(second)):
         return math.inf
-    # 1e-8: below it, differences are rounding; and two zeros must not divide by zero
+    # differences below 1e-8 are rounding, and two zeros must not cause a division by zero
     return abs(first - second) / max(abs(first), abs(second), 1e-8)
 
 
@@ -178,7 +178,7 @@ def replay_steps(
     trainer, task, *data = made
     first, last = steps
     source, near = history.before(first), history.near(first)
-    # the low-order bits of some sums depend on the number of threads, and this machine may have another number of cores
+    # the low-order bits of some sums depend on the number of threads, and this machine may have fewer or more cores
     if trainer.threads is None and near is not None:
         trainer.threads = near.threads
     # the default is the number of processes, which may differ here
@@ -236,7 +236,7 @@ def on_processes(processes: int, trainer: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def processes_of(trainer: Any) -> int:
-    """Return the number of processes that train, without the servers of ddp_rpc."""
+    """Return the number of processes that train, excluding the servers of ddp_rpc."""
     devices = trainer.device_list
     return int(min(trainer.strategy.local_processes(devices), len(devices)) * trainer.num_nodes)
 

@@ -47,7 +47,7 @@ class SampleLookup:
         self._data: dict[tuple[int, int, int], TrainingData] = {}
 
     def place(self, step: int) -> StepPlace:
-        """Return the position of a step. If the run has not reached the step, use the newest settings."""
+        """Return the position of a step. If the run has not reached the step, use the latest settings."""
         epoch, begun, steps = self.history.epoch_of(step)
         # once a later epoch has started, this epoch's number of steps is recorded
         if steps is None:  # the last recorded epoch, which may have been cut short
@@ -181,7 +181,7 @@ def shown_samples(directory: Path, place: StepPlace, step: StepInput, replica: i
 
 
 def shown_sample(index: Any) -> str:
-    """Return an index as text without spaces. A user's sampler may return tuples, whose text has spaces."""
+    """Return an index as text without spaces. A user's sampler may return tuples, whose text contains spaces."""
     return str(index).replace(" ", "")
 
 

@@ -40,7 +40,7 @@ class ScriptHistory(StudiedRun):
         self.settings = dict(map(read_setting, overrides))
 
     def make(self, first: int, last: int, processes: int = 1) -> Make:
-        """Return a function that creates trainer, task and data for a replay. Raises ConfigError for a notebook."""
+        """Return a function that creates the trainer, task and data for a replay. Raises ConfigError for a notebook."""
         runnable(self.start_of(first)[1])
         return partial(self._make, first, processes)
 

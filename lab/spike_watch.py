@@ -152,7 +152,7 @@ class SpikeWatch(Callback):
         self._judge(trainer)
 
     def _judge(self, trainer: "Trainer") -> bool:
-        """Check the steps that have not been checked yet, and return whether to skip the update of the newest step."""
+        """Check the steps that have not been checked yet, and return whether to skip the latest step's update."""
         import torch
 
         unread, self._unread, is_left_out = self._unread, {}, False

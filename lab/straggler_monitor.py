@@ -42,7 +42,7 @@ class StragglerMonitor(Callback):
         """Start and end of this rank's own work in each step since the last agreement."""
         self._began: Any = None
         self._ready: Any = None
-        """Time of this step's newest gradient."""
+        """Time of this step's latest gradient."""
         self._last: Any = None
         """The parameter whose gradient comes last."""
         self._hooks: list[Any] = []
@@ -83,7 +83,7 @@ class StragglerMonitor(Callback):
         self._began = self._began or self._loaded
 
     def on_step_end(self, trainer: "Trainer", task: "Task") -> None:
-        """Record the step's own work, and log at logging points."""
+        """Record this rank's own work in the step, and log at logging points."""
         if trainer.world_size == 1 or self._loaded is None:  # a step without a batch on this rank
             return
         if self._began is not None:
@@ -144,7 +144,7 @@ class StragglerMonitor(Callback):
             self._warn(seconds_of[slowest])
 
     def _warn(self, longest: float) -> None:
-        # only twice in a row: a single slow step may be a page fault or a garbage collection
+        # only twice in a row: a single slow step may be due to a page fault or garbage collection
         suspect, self._suspect = self._suspect, self.slowest if self.wait_share > self.threshold else -1
         if self._suspect < 0 or suspect != self._suspect or self._suspect in self._warned:
             return

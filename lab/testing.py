@@ -41,13 +41,13 @@ def check_strategy(make: Callable[[], "Strategy | str"], processes: Sequence[int
     5. A run that is stopped and resumed ends with the same weights as an uninterrupted run. Between steps, the strategy
        must therefore keep no state outside the checkpoint.
 
-    A strategy may let weights differ between ranks during training. In a run with several ranks, its `weight_ranks`
+    A strategy may let weights differ between ranks during training. In a run with multiple ranks, its `weight_ranks`
     must then contain a single rank. All ranks must still have equal weights at the start and at the end. A rank's first
     gradient must be the gradient of the mean loss over the rank's own samples.
 
     Args:
         make: Function that returns the strategy or the strategy's name. Called in each process.
-        processes: Numbers of processes to train with.
+        processes: Process counts to train with.
 
     Raises AssertionError if a rule is broken; the message names the rule and the number of processes.
     """

@@ -34,7 +34,7 @@ from .replay_steps import Make, Replayed, processes_of, read_lines, replay_steps
 from .watchers import SaveAs
 
 VERIFIED = ".verified-"
-"""Separator between the name of a run directory and the number of a verification."""
+"""Separator between the name of a run directory and a verification's number."""
 NOT_COMPARED = ("config", "versions", "run_id", "fingerprint", *(f"state.{name}" for name in SaveAs.CLOCKS))
 """Prefixes of checkpoint entries that record where and when the checkpoint was written."""
 OF_CALLBACKS = ("callbacks.", "callback_metrics.", "metrics.")
@@ -68,7 +68,7 @@ class Segment:
 
     @property
     def steps(self) -> tuple[int, int]:
-        """The first and last step."""
+        """The first and last steps."""
         return (self.source.step if self.source else 0) + 1, self.target.step
 
     def __str__(self) -> str:

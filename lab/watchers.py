@@ -123,20 +123,20 @@ class StopAfterStep(MonitoringCallback):
 
 
 class SaveAs(CheckpointCallback):
-    """Saves to `path` and ends training when the loop state equals the loop state of a checkpoint.
+    """Saves to `path` and ends training when the loop state equals that of a checkpoint.
 
     A run saves after a step, after a validation, or at the end of an epoch. The loop state distinguishes these cases.
     """
 
     CLOCKS = ("elapsed", "logged_at")
-    """Fields that depend on when a run started and, since a run always logs its last step, when it ended."""
+    """Fields that depend on when a run started and, since a run always logs its last step, on when it ended."""
 
     def __init__(self, state: State, path: Path) -> None:
         self.state, self.path = state, path
         self.is_saved = self.is_same = False
 
     def look(self, trainer: "Trainer", task: "Task | None" = None) -> None:
-        """Save and stop at the point in the loop at which the checkpoint was saved."""
+        """Save and stop at the point in the loop where the checkpoint was saved."""
         # in the middle of the next step, the counts are still this step's
         is_within = trainer.metrics.step == trainer.global_step
         if self.is_same or is_within or trainer.global_step < self.state.global_step:
@@ -154,12 +154,12 @@ class SaveAs(CheckpointCallback):
     on_train_end = save_cut_epoch = look
 
     def on_train_batch_end(self, trainer: "Trainer", task: "Task", outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Save and stop at the point in the loop at which the checkpoint was saved."""
+        """Save and stop at the point in the loop where the checkpoint was saved."""
         self.look(trainer)
 
 
 class DebugStep(Callback):
-    """Opens the debugger at the first line of training_step for each batch of a step or of one replica in that step."""
+    """Opens the debugger at the first line of training_step for all batches of a step or only those of one replica."""
 
     def __init__(self, step: int, replica: int | None = None) -> None:
         self.step, self.replica = step, replica

@@ -57,7 +57,7 @@ class MLFlowLogger(Logger):
         self._options = {} if synchronous is None else {"synchronous": synchronous}
         self._experiment_id: str | None = None
         self._client: Any = None
-        # newest step of each metric from before the resume; None in a new run
+        # latest step of each metric from before the resume; None in a new run
         self._written: dict[str, int] | None = None
 
     @property
@@ -85,7 +85,7 @@ class MLFlowLogger(Logger):
         import mlflow
         from mlflow.tracking.context.registry import resolve_tags
 
-        # a database stores no files: without a location, MLflow would put them into the working directory
+        # a database stores no files: without a location, MLflow would put them in the working directory
         artifacts = self._artifact_location
         if self._folder is not None:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -161,5 +161,5 @@ class MLFlowLogger(Logger):
             self._client.set_terminated(self._run_id, "FINISHED" if status == "success" else "FAILED")
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pickle the logger without its client. Another process continues the run by its id."""
+        """Pickle the logger without its client. Another process continues the run using its id."""
         return {**super().__getstate__(), "_client": None}

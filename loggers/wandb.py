@@ -36,7 +36,7 @@ class WandbLogger(Logger):
         self._init.update(**init_options)  # jsonargparse finds the arguments of wandb.init through this form
         if experiment is not None:
             self._init["id"] = experiment.id
-        # newest step that W&B already has from before a resume
+        # latest step that W&B already has from before a resume
         self._written = -1
         # whether the run is open in the process that started this worker
         self._is_elsewhere = False
@@ -67,7 +67,7 @@ class WandbLogger(Logger):
         if resume_step is not None:
             self.follow(run_dir)
         Path(run_dir, ID_FILE).write_text(f"{self.experiment.id}\n")
-        # the summary holds the newest value of each metric, including the last step that W&B has
+        # the summary holds the latest value of each metric, including the last step that W&B has
         self._written = -1 if resume_step is None else int(self.experiment.summary.get(STEP, -1))
 
     def follow(self, run_dir: Path) -> None:
@@ -101,7 +101,7 @@ class WandbLogger(Logger):
             self._run = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pickle the logger without its W&B run. Another process continues the run by its id."""
+        """Pickle the logger without its W&B run. Another process continues the run using its id."""
         import wandb
 
         is_elsewhere = self._run is not None and self._run is wandb.run

@@ -151,7 +151,7 @@ class DigitsData(DataModule):
 
 
 class DigitImages(Dataset[tuple[Tensor, Tensor]]):
-    """Images (n, 1, 8, 8) with labels (n,). Each image is shifted at random by up to `shift` pixels per direction."""
+    """Images (n, 1, 8, 8) with labels (n,). Each image is randomly shifted up to `shift` pixels in each direction."""
 
     def __init__(self, images: Tensor, labels: Tensor, shift: int = 0) -> None:
         # pad with the background value

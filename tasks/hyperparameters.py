@@ -79,7 +79,7 @@ class Hyperparameters:
     def record_configs(self, configs: Mapping[str, tuple[Any, Any]]) -> None:
         """Record the config from which each of these `__init__` arguments was built.
 
-        `configs` maps an argument's name to the pair (object, config). Checkpoints and loggers then get the config,
+        `configs` maps an argument's name to the pair (object, config). Checkpoints and loggers then receive the config,
         which is plain data, instead of the object.
         """
         self.__dict__["_hparams_configs"] = dict(configs)

@@ -102,7 +102,7 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
 
     @property
     def devices(self) -> list[torch.device]:
-        """Devices for the modules of this task: several under ddp_model_parallel, otherwise `[device]`."""
+        """Devices for this task's modules: multiple under ddp_model_parallel, otherwise `[device]`."""
         trainer: Trainer | None = self.__dict__.get("_trainer")
         devices: list[torch.device] | None = self.__dict__.get("_devices")
         if devices is not None:

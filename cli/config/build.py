@@ -39,7 +39,7 @@ class ConfiguredRun:
     directory: Path | None = None
     """The run directory that stores this config."""
     resumed: Path | None = None
-    """The run that `resume=auto` found by name, which stores this config."""
+    """The run that `resume=auto` found by name. Its directory stores this config."""
 
     def to_resume(self) -> "StoredRun | str | None":
         """Return the run to resume. For a stored config, "auto" means the run that stores it, not the newest run."""
@@ -137,7 +137,7 @@ class _Builder(ValueChecker):
         return made
 
     def _config_of(self, value: Any) -> Any:
-        """Return an argument in which built objects are replaced with their configs."""
+        """Return an argument with built objects replaced by their configs."""
         if id(value) in self.made:
             return self.made[id(value)][1]
         if isinstance(value, dict):

@@ -47,7 +47,7 @@ EXPECTED = {
     "callbacks": f"{_PACKAGE}.callbacks.callback.Callback",
     "loggers": f"{_PACKAGE}.loggers.logger.Logger",
 }
-"""Base class that the `_target_` in each section must have."""
+"""Base class that each section's `_target_` must inherit from."""
 FOREIGN = {
     "model": "Write `task: {_target_: my.Net, lr: 1}`, without class_path and init_args.",
     "seed_everything": "Write `seed`.",
@@ -102,10 +102,10 @@ class Config(Layer):
     directory: Path | None = None
     """The run directory that stores this config, except for overrides."""
     resumed: Path | None = None
-    """The run that `resume=auto` found by name, which stores this config except for overrides."""
+    """The run that `resume=auto` found by name. Its directory stores this config, except for overrides."""
 
     def text(self, origins: bool = False) -> str:
-        """Return the config as YAML that can be rerun. If `origins` is set, comments give the origin of each value.
+        """Return the config as YAML that can be run again. If `origins` is set, comments state each value's origin.
 
         Secrets are replaced with references to environment variables.
         """
@@ -450,7 +450,7 @@ def class_name(base: type) -> str:
 
 
 def _path_meant(path: str) -> str:
-    """Return a suggestion with the path of the Legato class of this name, even if it has moved to another module."""
+    """Return a suggestion with the path of the Legato class with this name, even if it has moved to another module."""
     # uses the last component, since classes have moved between packages without being renamed
     name = path.rpartition(".")[2] if path.startswith(f"{_PACKAGE}.") else path
     for room in ("callbacks", "tasks", "loggers", "lab"):
@@ -486,7 +486,7 @@ def _completed(values: Mapping[str, Any], layer: Layer) -> Config:
 
 
 def _without_absent(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the sections that are not null, in order. Keep `resume` and `checkpoint`, for which null has a meaning."""
+    """Return the sections that are not null, in order. Keep `resume` and `checkpoint`, for which null is meaningful."""
     kept = [name for name in SECTIONS if values.get(name) is not None or name in ("resume", "checkpoint")]
     return {name: values[name] for name in kept}
 
@@ -497,7 +497,7 @@ def _left_for_later(value: Any, key: Key, base: Any) -> Fitted:
 
 
 def _instead(key: Key, names: Iterable[str]) -> str:
-    """Return a sentence with an alternative to an unknown argument."""
+    """Return a sentence suggesting an alternative to an unknown argument."""
     name = key[-1]
     if key[:-1] == ("trainer", "strategy") and name in TORCH_OPTIONS:
         return f" {TORCH_OPTIONS[str(name)]}"
@@ -551,4 +551,4 @@ def _example(mistake: Problem, layer: Layer) -> str:
 
 
 _SUGGESTION = re.compile(r"(?:Did you mean|Write) '?([\w.]+?)'?(?: without quotes)?[.?]$")
-"""Matches the name or value that a message suggests at its end."""
+"""Matches the name or value suggested at the end of a message."""

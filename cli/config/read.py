@@ -247,7 +247,7 @@ def escape(value: Any) -> Any:
 
 
 def replace_item(value: Any, key: Key, item: Any) -> Any:
-    """Return plain data with the item at `key` replaced. If there is no such key, the data is unchanged."""
+    """Return plain data with the item at `key` replaced. If there is no such key, the data is returned unchanged."""
     if not key:
         return item
     if isinstance(value, dict) and key[0] in value:
@@ -322,7 +322,7 @@ def _names_another(old: Mapping[Any, Any], new: Mapping[Any, Any], key: Key) -> 
 
 def _read_config_file(path: Path, above: tuple[Path, ...]) -> Layer:
     file = find_config_file(path, above)
-    # stops an endless recursion
+    # prevents infinite recursion
     if file in above:
         cycle = " -> ".join(_shown(member) for member in (*above[above.index(file) :], file))
         raise ConfigError(f"{_shown(file)} extends itself: {cycle}.")
@@ -348,7 +348,7 @@ def _read_config_file(path: Path, above: tuple[Path, ...]) -> Layer:
 
 
 def find_config_file(path: Path, above: tuple[Path, ...] = ()) -> Path:
-    """Find a config's file at `path`, in the project's configs/, or among the configs that come with Legato.
+    """Find a config file at `path`, in the project's configs/, or among the configs that come with Legato.
 
     Args:
         above: The files that extend this file, the innermost last.

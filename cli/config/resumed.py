@@ -23,13 +23,13 @@ log = logging.getLogger("legato")
 LONGEST_LIST = 8
 """Maximum number of keys in the message about differences."""
 OF_THE_COMMAND = ("run", "resume", "checkpoint", "vars", "launcher")
-"""Sections about a run's location and start, and `vars`, which is already resolved in the stored config."""
+"""Sections about a run's location and launch, and `vars`, which is already resolved in the stored config."""
 
 
 def load_to_fit(arguments: Sequence[str], before_imports: Callable[[Mapping[str, Any]], None] | None = None) -> Config:
     """Return the config of a new run, as `load_config` does, or of a run to resume.
 
-    With `resume=auto`, the overrides among the arguments are applied to the stored config of the resumed run. A warning
+    With `resume=auto`, the overrides among the arguments are applied to the resumed run's stored config. A warning
     lists the keys whose values in the files differ from the run's. Raises ConfigError if the files specify a different
     task.
     """
@@ -47,7 +47,7 @@ def load_to_fit(arguments: Sequence[str], before_imports: Callable[[Mapping[str,
     stored = load_config([str(run / CONFIG), *overrides])
     _require_same_task(run, config, stored)
     replicas, origins = stored.values["trainer"]["replicas"], _origins(run, stored)
-    if replicas is None:  # the run keeps its replicas, and so does a run of its config elsewhere
+    if replicas is None:  # keep the run's number of replicas, also in later runs of its config
         replicas, origins["trainer", "replicas"] = last_replicas(run), str(run / RECORD)
     # the run's current location, since its folder may have been moved
     run_section = stored.values["run"] | {name: place_of_run[name] for name in ("root", "name")}

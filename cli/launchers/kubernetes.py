@@ -34,18 +34,18 @@ class KubernetesLauncher(Launcher):
 
     Args:
         image: Container image with Python, torch, Legato and the task's modules. Required.
-        claim: PersistentVolumeClaim for run directories; must be ReadWriteMany for several nodes. None: run
+        claim: PersistentVolumeClaim for run directories; must be ReadWriteMany for multiple nodes. None: run
             directories are lost with their pods.
-        mount: Folder at which the claim is mounted; becomes the run's `run.root`.
+        mount: Folder where the claim is mounted; becomes the run's `run.root`.
         namespace: Kubernetes namespace. None: kubectl's current namespace.
         job_name: Name of the Job. None: run.name.
         cpus_per_process: CPUs to reserve for each process, including its loader workers.
-        memory: Memory of each pod, such as "64Gi".
+        memory: Memory per pod, such as "64Gi".
         gpu: Name of the cluster's GPU resource.
         node_selector: Labels of the nodes to run on, such as {cloud.google.com/gke-accelerator: nvidia-h100-80gb}.
         environment: Additional environment variables, such as {NCCL_SOCKET_IFNAME: eth0}.
         python: Python interpreter in the image.
-        folder: Working directory in the container, which holds the task's modules. None: the image's default.
+        folder: Working directory in the container, which contains the task's modules. None: the image's default.
         port: Port on the first pod for the processes' rendezvous.
         retries: Number of failed pods after which the Job fails; preempted pods do not count.
         dry_run: Print the manifests instead of applying them.

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from ..config.check import Config
 
 _WAIT = 60
-"""Seconds that srun waits for the other ranks after the first rank has exited."""
+"""Seconds that srun waits for the other ranks after the first rank exits."""
 _SET = ("nodes", "ntasks-per-node", "gpus-per-node", "signal", "output", "chdir", "requeue", "no-requeue", "ntasks")
-"""Options of sbatch that the script sets."""
+"""The sbatch options that the script sets."""
 
 
 @dataclass(kw_only=True)
@@ -35,8 +35,8 @@ class SlurmLauncher(Launcher):
         partition: SLURM partition. None: the default partition.
         account: Account to charge.
         qos: SLURM quality of service.
-        cpus_per_process: CPU cores of each process, including its loader workers.
-        memory: Memory of each node, such as "64G".
+        cpus_per_process: CPU cores per process, including its loader workers.
+        memory: Memory per node, such as "64G".
         job_name: Name of the job. None: run.name.
         options: Additional options for sbatch: {constraint: a100, exclusive: true} becomes --constraint=a100
             --exclusive.

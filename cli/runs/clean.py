@@ -77,7 +77,7 @@ def deletable(run: RunDirectory) -> tuple[str, list[Deletion]]:
 
 
 def old_checkpoints(run: RunDirectory) -> list[CheckpointEntry]:
-    """Return a run's complete checkpoints except the newest and the best, or none if the best is unknown."""
+    """Return a run's complete checkpoints except the newest and the best, or an empty list if the best is unknown."""
     complete = [entry for entry in run.checkpoints if entry.complete and is_own_checkpoint(Path(entry.path))]
     best = run.best_checkpoint
     if best is None or best not in complete:

@@ -8,7 +8,7 @@ from ...base.targets import TARGET
 from ...trainer.runs.directory import RunDirectory
 
 NOT_COMPARED = ("run.name", "run.root", "resume", "checkpoint")
-"""Keys about a run's location, which do not affect its result."""
+"""Keys that specify a run's location. They do not affect its result."""
 TASK = f"task.{TARGET}"
 
 

@@ -53,7 +53,7 @@ def heading(run: RunDirectory) -> str:
 
 
 def start_rows(run: RunDirectory) -> list[list[str]]:
-    """Return rows with the command, machine and commit of the run's last start."""
+    """Return rows with the command, machine and commit recorded when the run last started."""
     try:
         start = read_starts(run.path)[-1]
         program, *words = map(str, start["arguments"])

@@ -1,4 +1,4 @@
-"""Formats tables and numbers as text, cut to the terminal's width if there is a terminal."""
+"""Formats tables and numbers as text, truncated to the terminal's width if there is a terminal."""
 
 import shutil
 import sys
@@ -19,12 +19,12 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def shortened(line: str, limit: int | None) -> str:
-    """Return a line cut to at most `limit` characters. A line that was cut ends in "..."."""
+    """Return a line truncated to at most `limit` characters. A truncated line ends in "..."."""
     return line if limit is None or len(line) <= limit else line[: max(0, limit - 3)] + "..."
 
 
 def fitting(text: str) -> str:
-    """Cut a text's lines to the terminal's width. If stdout is not a terminal, return the text unchanged."""
+    """Truncate the lines of a text to the terminal's width. If stdout is not a terminal, return the text unchanged."""
     limit = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     return "\n".join(shortened(line, limit) for line in text.splitlines())
 
@@ -35,7 +35,7 @@ def number(value: float) -> str:
 
 
 def when(seconds: float) -> str:
-    """Return a Unix time in seconds as local date and time, or "-" if it is out of range."""
+    """Return a Unix time in seconds as a local date and time, or "-" if it is out of range."""
     try:
         return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
     except (OverflowError, ValueError, OSError):

@@ -129,7 +129,7 @@ class TrainerAttributes(OwnParts, Trainer):
 
     @property
     def current_epoch(self) -> int:
-        """The index of the current epoch, from 0; after a run, the number of epochs started."""
+        """The index of the current epoch, counted from 0; after a run, the number of epochs started."""
         # Lightning counts an epoch that stopped in the middle; Legato does not, because a resumed run continues it
         return self.state.epoch + self.epoch_is_cut
 
@@ -153,7 +153,7 @@ class TrainerAttributes(OwnParts, Trainer):
 
     @property
     def step_is_ending(self) -> bool:
-        """Whether the current step has been counted, as in on_train_batch_end and in a validation during fit."""
+        """Whether the current step has been counted, as it is in on_train_batch_end and during a validation in fit."""
         run, state = self.run, self.state
         if run is None or not self.in_epoch or not state.epoch_steps:
             return False
@@ -167,7 +167,7 @@ class TrainerAttributes(OwnParts, Trainer):
 
     @property
     def is_last_batch(self) -> bool:
-        """Whether the last batch of the epoch is running or completed."""
+        """Whether the last batch of the epoch is running or has completed."""
         if self.run is None:
             return False
         return (self.state.rounds > 0 and not (self.in_epoch or self.epoch_is_cut)) or super().is_last_batch
@@ -274,7 +274,7 @@ class TrainerAttributes(OwnParts, Trainer):
         return MetricsOfProcess(agreed, local) if local else agreed
 
     def newest_agreed(self) -> "dict[str, Tensor]":
-        """Return the values shared by all ranks, for joint decisions. With one process, these are the newest values."""
+        """Return the values shared by all ranks, for joint decisions. With one process, these are the latest values."""
         self._read_newest()
         return self.agreed_metrics
 
@@ -309,7 +309,7 @@ class TrainerAttributes(OwnParts, Trainer):
             self._own_values.update({name: (tensor, self.agreed_metrics.get(name)) for name, tensor in tensors.items()})
 
     def _read_newest(self) -> None:
-        """Read the values that this process has logged since the last call, except those of evaluation steps."""
+        """Read the values that this process has logged since the last call, except those from evaluation steps."""
         run = self.run
         if run is None or run.metrics.shares or run.metrics.series is None:
             return
@@ -337,7 +337,7 @@ class TrainerAttributes(OwnParts, Trainer):
         """Return the loaders of a stage as the program passed them. A CombinedLoader is unwrapped."""
         loaders = None if self.run is None else self.run.data.loaders.get(word)
         if loaders is None and self.run is not None and word in self.lengths and not self.run.loop.open:
-            source = self.run.datamodule or self.run.task  # the worker processes with the loaders have ended
+            source = self.run.datamodule or self.run.task  # the worker processes that held the loaders have exited
             loader = self.run.request_loaders.get(word)  # `is not None`, because stream loaders have no truth value
             loaders = self.run.data.loaders[word] = getattr(source, LOADERS[word])() if loader is None else loader
         return loaders.iterables if isinstance(loaders, CombinedLoader) else loaders
@@ -413,7 +413,7 @@ class TrainerAttributes(OwnParts, Trainer):
 
     @property
     def world_size(self) -> int:
-        """The number of processes, even before they start."""
+        """The number of processes, known even before they start."""
         # before the processes start, the strategy describes a single process
         size = self.strategy.place.world_size
         if size > 1 or self.running:

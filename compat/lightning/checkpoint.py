@@ -1,4 +1,4 @@
-"""Checkpoints in Lightning's format: a file of plain containers and tensors, which `torch.load` reads.
+"""Checkpoints in Lightning's format: files of plain containers and tensors that `torch.load` can read.
 
 The file has Lightning's keys. The additional state that Legato needs for an exact resume (replicas, positions in the
 data, the epoch's sums, fingerprint) is stored under the `legato` key, which Lightning ignores. Values that contain
@@ -218,7 +218,7 @@ def write_module(path: Path, module: Any) -> None:
 
 
 def read(source: Any, map_location: Any = "cpu", weights_only: bool | None = None) -> Any:
-    """Read a file. With weights_only=False, which only the program can set, code in the file may run."""
+    """Read a file. With weights_only=False, which only the program can set, code in the file may be executed."""
     is_trusted = weights_only is False
     if isinstance(source, (str, Path)):
         _require_undamaged(Path(source))

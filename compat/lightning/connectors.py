@@ -14,7 +14,7 @@ from .placeholders import internal_name_message
 
 
 class Connector:
-    """Base class of connectors. Connectors have only the attributes that published programs use."""
+    """Base class for connectors. Connectors have only the attributes that published programs use."""
 
     def __init__(self, trainer: TrainerAttributes) -> None:
         self.trainer = trainer

@@ -21,7 +21,7 @@ SEED = "LEGATO_SCRIPT_SEED"
 RANK_0 = "LEGATO_SCRIPT_RANK_0"
 """Environment variable with rank 0's process id. Each rank removes it at startup to hide it from child processes."""
 SECONDS_TO_END = 30.0
-"""Time in seconds that the other ranks have to print their reports after a rank has failed."""
+"""Time in seconds that the other ranks have to print their reports after a rank fails."""
 IN_WORKERS = ("spawn", "fork", "notebook")
 """Substrings of the names of strategies and start methods that use Legato's workers instead of rerunning the script."""
 

@@ -22,7 +22,7 @@ TRAINED, AVERAGING = "current_model_state", "averaging_state"
 
 # --- reading ----------------------------------------------------------------------------------------------------------
 def contents_of(trainer: Any, path: Path, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert a Lightning file to the contents of a Legato checkpoint. Log the parts that the file does not contain.
+    """Convert a Lightning file to the contents of a Legato checkpoint. Log which parts the file does not contain.
 
     The contents retain Lightning's keys, because the program's hooks may read them.
     """

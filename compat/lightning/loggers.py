@@ -82,7 +82,7 @@ class PlacesPoints:
 
 
 class FabricLogger(PlacesPoints, WithoutFiles, logger.Logger, ABC):
-    """Base class of loggers, as in lightning.fabric. A logger may inherit from both this class and Logger."""
+    """Base class for loggers, as in lightning.fabric. A logger may inherit from both this class and Logger."""
 
     @property
     @abstractmethod
@@ -133,7 +133,7 @@ class FabricLogger(PlacesPoints, WithoutFiles, logger.Logger, ABC):
 
 
 class Logger(FabricLogger):
-    """Base class of loggers. A run calls `log_metrics`, `log_hyperparams`, `save` and `finalize` on rank 0."""
+    """Base class for loggers. A run calls `log_metrics`, `log_hyperparams`, `save` and `finalize` on rank 0."""
 
 
 def rank_zero_experiment(fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -230,7 +230,7 @@ class FolderOfLogger:
         return Path(self._start, self.logger.log_dir if is_overridden else self.log_dir)
 
     def choose(self, resume: bool) -> None:
-        """If no version is set and a run is resumed, select the newest version."""
+        """If no version is set and a run is resumed, select the latest version."""
         if self._version is None and resume:
             self._version = max(self.versions(), default=0)
 
@@ -251,7 +251,7 @@ class FolderOfLogger:
 
 
 class FolderParts(PlacesPoints, logger.Logger):
-    """Base class of loggers with their own folder. Programs access the parts of the folder's path under these names."""
+    """Base class for loggers with their own folder. Programs access parts of the folder's path under these names."""
 
     own_folder: FolderOfLogger | None = None
     """The folder of the logger; None: the run directory."""
@@ -664,7 +664,7 @@ class WandbLogger(PlacesPoints, WithoutFiles, wandb.WandbLogger):
             super().log_hyperparams(sanitize_callables(as_dict(params)))
 
     def log_text(self, key: str, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
-        """Ignore the config that a run logs as text. Raises UnsupportedError if the arguments are Lightning's."""
+        """Ignore the config that a run logs as text. Raises UnsupportedError if called with Lightning's arguments."""
         if kwargs or not isinstance(args[0], str):
             raise UnsupportedError(f"WandbLogger.log_text: {LOG_OBJECTS}")
 

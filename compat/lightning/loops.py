@@ -16,7 +16,7 @@ from .states import RunningStage, TrainerFn
 
 
 class Counts:
-    """Base class of counts that are read from a run. Setting a count raises UnsupportedError."""
+    """Base class for counts that are read from a run. Setting a count raises UnsupportedError."""
 
     def __init__(self, **counts: Any) -> None:
         vars(self).update(counts)
@@ -76,7 +76,7 @@ CALLED_BY_LIGHTNING = ("run", "advance", "on_run_start", "on_advance_start", "on
 
 
 class Loop(OwnParts):
-    """Base class of the loops."""
+    """Base class for loops."""
 
     restarting = is_resuming = False
 
@@ -120,7 +120,7 @@ class FitLoop(Loop):
 
     @property
     def skip(self) -> bool:
-        """Whether a fit would train nothing."""
+        """Whether fit would have nothing to train."""
         return self.done or self.trainer.limit_train_batches == 0
 
     @property
@@ -192,7 +192,7 @@ class TrainingEpochLoop(Loop):
 
     @property
     def done_by_batches(self) -> bool:
-        """Whether the last batch of the epoch is running or completed."""
+        """Whether the last batch of the epoch is running or has completed."""
         return self.batch_progress.current.ready == self.trainer.num_training_batches or self.trainer.is_last_batch
 
     @property
@@ -270,7 +270,7 @@ class EvaluationLoop(Loop):
 
     @property
     def max_batches(self) -> list[int | float]:
-        """The number of batches of each loader."""
+        """The number of batches in each loader."""
         return {"validation": self.trainer.num_val_batches, "test": self.trainer.num_test_batches}[self.doing]
 
     @property
@@ -297,7 +297,7 @@ class PredictionLoop(Loop):
 
     @property
     def _loop_state(self) -> Any:
-        """The state of the running prediction."""
+        """The state of the prediction in progress."""
         run = self.trainer.run
         return run.loop if run is not None and run.loop.open and run.stage == "predict" else None
 
@@ -352,7 +352,7 @@ class PredictionLoop(Loop):
 
     @property
     def predictions(self) -> list[Any]:
-        """The predictions of this process so far or, after the call, the final result.
+        """This process's predictions so far or, after the call, the final result.
 
         If there are several loaders, there is one list per loader.
         """

@@ -114,5 +114,5 @@ class SampleWeights:
         return float(item.samples * self.strategy.loss_scale / step.samples)
 
     def divide_gradients(self, step: Any) -> float:
-        """Return the divisor for the gradients of the step."""
+        """Return the divisor for the step's gradients."""
         return 1.0

@@ -33,7 +33,7 @@ class Precision:
         self.scaler: Any = None
 
     def forward_context(self, device: str | torch.device = "cpu") -> AbstractContextManager[Any]:
-        """Return the context in which a forward pass runs on a device."""
+        """Return the context for running a forward pass on a device."""
         # a strategy creates the precision of its run; a strategy for a single process is sufficient here
         strategy = SingleStrategy()
         strategy.join(Place(), [torch.device(device)], self.precision)
@@ -185,7 +185,7 @@ def find_free_network_port() -> int:
 
 # --- batch norm -------------------------------------------------------------------------------------------------------
 class LayerSync:
-    """Base class of plugins that synchronize layers across processes. A Trainer accepts only TorchSyncBatchNorm."""
+    """Base class for plugins that synchronize layers across processes. A Trainer accepts only TorchSyncBatchNorm."""
 
     def apply(self, model: nn.Module) -> nn.Module:
         """Return the model with synchronized layers."""

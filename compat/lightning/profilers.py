@@ -32,7 +32,7 @@ STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
 class Profiler(ABC):
-    """Base class of profilers. `start` is called before each action, `stop` after it, and `summary` returns the report.
+    """Base class for profilers. `start` is called before each action and `stop` after it; `summary` returns the report.
 
     Args:
         dirpath: Folder for files. None: the run directory.
@@ -170,7 +170,7 @@ class PyTorchProfiler(Profiler):
         row_limit: Maximum number of rows in the table. -1: all.
         sort_by_key: Column to sort by. None: the total time on the GPU or, without a GPU, on the CPU.
         record_module_names: Show the name of each module in the trace.
-        table_kwargs: Further arguments for the table.
+        table_kwargs: Additional arguments for the table.
         profiler_kwargs: Arguments for `torch.profiler.profile`. By default, steps 3 to 5 of each stage are recorded,
             after one wait step and one warmup step. If a stage has fewer than 5 steps, every step is recorded. To
             select other steps, pass `schedule`.

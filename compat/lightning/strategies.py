@@ -34,7 +34,7 @@ DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
 class Strategy(strategy.Strategy):
-    """Base class of strategies with Lightning's attributes. A Trainer accepts only subclasses of this class."""
+    """Base class for strategies with Lightning's attributes. A Trainer accepts only subclasses of this class."""
 
     strategy_name = ""
     """Lightning's name for the strategy."""
@@ -165,7 +165,7 @@ class Strategy(strategy.Strategy):
 
 
 class CheckpointIO(ABC):
-    """Base class of checkpoint I/O plugins. A Trainer rejects them, because Legato writes checkpoints itself."""
+    """Base class for checkpoint I/O plugins. A Trainer rejects them, because Legato writes checkpoints itself."""
 
     @abstractmethod
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
@@ -225,7 +225,7 @@ class OwnBackward(strategy.Strategy):
 
 
 class ParallelStrategy(Strategy):
-    """Base class of strategies with several processes."""
+    """Base class for strategies with multiple processes."""
 
     def __init__(
         self,
@@ -246,7 +246,7 @@ CALLED_BY_LIGHTNING = (
     *("optimizer_step", "training_step", "validation_step", "test_step", "predict_step"),
     *("pre_backward", "post_backward", "post_training_step", "process_dataloader", "batch_to_device"),
 )
-"""Methods of a strategy that control a run in Lightning, but which a run does not call in Legato."""
+"""Methods of a strategy that control a run in Lightning, but that a run in Legato does not call."""
 LAUNCHER = "_configure_launcher"
 LAUNCHING = LAUNCHER, "setup_environment", "teardown"
 """Methods that a strategy overrides to start processes itself."""

@@ -63,7 +63,7 @@ INNER_METHODS = (
 
 
 HIGHEST_SEED = 1 << 32
-"""Upper bound of seeds that programs set. If no seed is set, torch draws a seed of at least 53 bits."""
+"""Upper bound for seeds that programs set. If no seed is set, torch draws a seed of at least 53 bits."""
 
 
 def without_defaults(arguments: dict[str, Any]) -> dict[str, Any]:

@@ -81,7 +81,7 @@ class LearningRateSweep(Callback):
         rates, losses = self.results["lr"], self.results["loss"]
         if len(losses) >= self.num_training or trainer.should_stop:
             return
-        # a sweep on several processes uses the batches of all processes, like Lightning's mean over ranks
+        # a sweep on multiple processes uses the batches of all processes, like Lightning's mean over ranks
         values = [loss for rank in trainer.strategy.data_ranks.gather_objects(self._losses) for loss in rank]
         self._losses = []
         loss = sum(values) / len(values) if values else math.nan
@@ -307,7 +307,7 @@ def trial_of(trainer: "Trainer", task: Task, *data: Any) -> Iterator[tuple["Trai
     """Yield a copy of the trainer that writes nothing and a copy of the task, and discard both afterwards.
 
     On exit, restores the random number generators and the `trainer` attribute of the data modules in `data`. Raises
-    ConfigError if the trainer is running with several processes.
+    ConfigError if the trainer is running with multiple processes.
     """
     if trainer.running and trainer.world_size > 1:
         raise ConfigError("During a run, a search supports only one process. Use the Tuner before the run.")

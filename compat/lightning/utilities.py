@@ -92,7 +92,7 @@ def launched_rank() -> int | None:
 
 
 def reset_seed() -> None:
-    """Reset all generators to the seed of `seed_everything`. If that function was not called, do nothing."""
+    """Reset all generators to the seed set by `seed_everything`. If that function was not called, do nothing."""
     seed = get_variable("PL_GLOBAL_SEED")
     if seed is not None:
         seed_everything(int(seed), get_variable("PL_SEED_WORKERS") == "1", verbose=False)
@@ -235,7 +235,7 @@ def get_filesystem(path: str | Path, **kwargs: Any) -> Any:
 
 
 def load_file(path_or_url: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
-    """Load an object saved by `torch.save` from a path, file or URL. With weights_only=False, code may run."""
+    """Load an object saved by `torch.save` from a path, file or URL. weights_only=False may execute arbitrary code."""
     from .checkpoint import read
 
     if not isinstance(path_or_url, (str, Path)):

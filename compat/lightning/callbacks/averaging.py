@@ -78,7 +78,7 @@ class StochasticWeightAveraging(weight_averaging.WeightAveraging, Callback):
         self.annealing_epochs, self.annealing_strategy = annealing_epochs, annealing_strategy
         self.avg_fn = avg_fn or self.avg_fn  # type: ignore[method-assign]
         self.swa_start = 0
-        """The first epoch to average, from 0."""
+        """The first epoch to average, counted from 0."""
         self._last_epoch = -1
         """The latest epoch whose initial weights have been added to the averages."""
         self._rates_before: list[float] = []

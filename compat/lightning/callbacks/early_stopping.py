@@ -123,7 +123,7 @@ class EarlyStopping(early_stopping.EarlyStopping, Callback):
 
     # --- the check --------------------------------------------------------------------------------------------------
     def _run_early_stopping_check(self, trainer: Any) -> None:
-        metrics = trainer.newest_agreed()  # every rank has the same values and therefore makes the same decision
+        metrics = trainer.newest_agreed()  # every rank has the same values, so all make the same decision
         if trainer.fast_dev_run or not self._validate_condition_metric(metrics):
             return
         should_stop, reason = self._evaluate_stopping_criteria(metrics[self.monitor].squeeze())

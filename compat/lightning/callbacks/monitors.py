@@ -159,7 +159,7 @@ class Timer(timer.Timer, Callback):
         return now + self._earlier.get(stage, 0.0)
 
     def time_remaining(self, stage: str = "train") -> float | None:
-        """Return the remaining time in seconds; None if no duration is set."""
+        """Return the time remaining, in seconds; None if no duration is set."""
         return None if self.duration is None else self.duration - self.time_elapsed(stage)
 
     def state_dict(self) -> dict[str, Any]:
