@@ -46,7 +46,7 @@ class Base(NamedTuple):
 def take_base(folder: Folder, file: str, tensors: dict[str, Tensor], frozen: Collection[str]) -> Base | None:
     """Return the base for a checkpoint's file, and remove the base's weights from `tensors`.
 
-    An existing base is used if it contains at least half of the frozen bytes. Otherwise, the result is a new base.
+    An existing base is used if it contains at least half of the frozen bytes. Otherwise, a new base is returned.
     """
     # Compared by content at each save, because writes to `.data` change neither `_version` nor the address. This costs
     # one SHA-256 pass on all cores, which takes as long as writing the weights would.

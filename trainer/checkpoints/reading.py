@@ -1,8 +1,8 @@
 """Reads a checkpoint on all ranks. Each byte is read and hashed by exactly one rank.
 
-Rank 0 reads and broadcasts the values that all ranks need. If tensors are needed in shards, each rank verifies the file
-whose number matches its rank. This file contains the rank's shards if the layout is the same as when the checkpoint was
-written. If the number of processes has changed, a rank also reads slices of other files.
+Rank 0 reads and broadcasts the values that all ranks need. If only shards of tensors are needed, each rank verifies the
+file whose number matches its rank. This file contains the rank's shards if the layout is the same as when the
+checkpoint was written. If the number of processes has changed, a rank also reads slices of other files.
 """
 
 from collections.abc import Callable, Collection, Mapping

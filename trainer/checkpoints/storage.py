@@ -41,8 +41,8 @@ class Folder(Protocol):
     """A folder of checkpoints. Its methods identify each checkpoint by name.
 
     To save a checkpoint, rank 0 calls `require_free_name` and `open_stage`, every rank calls `write` for each of its
-    files, and rank 0 calls `publish` to commit the checkpoint. The interface has no rename operation, because an object
-    store does not support it.
+    files, and rank 0 calls `publish` to commit the checkpoint. The interface has no rename operation, because object
+    stores do not support one.
     """
 
     @property

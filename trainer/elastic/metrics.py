@@ -107,8 +107,8 @@ class SharedMetrics(Metrics):
 
         All ranks must call this.
 
-        This way, no values from a finished step are lost if a rank dies. Values that are logged later in the step are
-        sent in the next step or at the next logging point.
+        Because of this exchange, no values from a finished step are lost if a rank dies. Values that are logged later
+        in the step are sent in the next step or at the next logging point.
         """
         self._share((), names=True)
 

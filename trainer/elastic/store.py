@@ -129,7 +129,7 @@ def connect_to_store(port: int) -> "Store":
 class MemberRegistry:
     """Members in the order of their ranks. Remaining members keep their order; new members are appended.
 
-    Therefore, rank 0, which is the only rank that writes files, changes only if its process dies.
+    As a result, rank 0, the only rank that writes files, changes only if its process dies.
     """
 
     def __init__(self, members: list[Member]) -> None:

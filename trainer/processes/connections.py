@@ -21,8 +21,7 @@ def noting(*, more: bool = False) -> Iterator[None]:
     """Record the connections opened in this context. Does nothing if the system does not list a process's open files.
 
     Args:
-        more: True keeps earlier records, for a group that is created in addition to the default group. False drops
-            them.
+        more: whether to keep earlier records, as for a group that is created in addition to the default group.
     """
     before = _connected()
     yield

@@ -12,7 +12,7 @@ _report: Path | None = None
 
 
 def set_report_file(path: Path) -> None:
-    """Set the file in which this worker reports how it ended."""
+    """Set the file where this worker reports how it ended."""
     global _report
     _report = path
 

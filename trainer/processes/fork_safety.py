@@ -1,11 +1,11 @@
-"""Pauses before a fork and at exit, until threads of gloo and NCCL have released the interpreter.
+"""Pauses before a fork and at exit, until gloo's and NCCL's threads have released the interpreter.
 
-These threads take a thread state from the interpreter when they drop the last reference to a tensor. Up to CPython
+These threads acquire a thread state from the interpreter when they drop the last reference to a tensor. Up to CPython
 3.12, a child process that is forked at that moment, such as a loader worker, inherits the interpreter's lock in the
-locked state and hangs before its first line. Of 1,500 forks shortly after a collective, one hung (2 ranks on 2 busy
-cores), and a run that restarted its loader workers in each epoch froze after 32 epochs. At exit, such a thread may need
-an interpreter that no longer exists, which aborts the process ("terminate called without an active exception"; once in
-24 exits).
+locked state and hangs before it executes its first line. Of 1,500 forks shortly after a collective, one hung (2 ranks
+on 2 busy cores), and a run that restarted its loader workers in each epoch froze after 32 epochs. At exit, such a
+thread may need an interpreter that no longer exists, which aborts the process ("terminate called without an active
+exception"; once in 24 exits).
 """
 
 import atexit

@@ -1,7 +1,7 @@
 """Reports hangs with each rank's position and identifies the rank that failed first, using the ranks' store.
 
-About once a second, a rank that makes no progress writes its position to a board in the store. The rank that reports a
-hang reads the board, so it does not have to wait for a rank that cannot respond.
+About once a second, a rank that is making no progress writes its position to a board in the store. The rank that
+reports a hang reads the board, so it does not have to wait for a rank that cannot respond.
 """
 
 import atexit
@@ -39,7 +39,7 @@ log = logging.getLogger("legato")
 T = TypeVar("T")
 
 ANSWER_SECONDS = 3.0
-"""Seconds for ranks to write to the board, and seconds that rank 0 keeps the store open after a failure."""
+"""Seconds for ranks to write to the board, and for rank 0 to keep the store open after a failure."""
 STORE_SECONDS = 10.0
 """Seconds within which the store must respond."""
 REPORT_SECONDS = 120.0
@@ -411,7 +411,7 @@ class Watchdog:
         return None if self.trainer.run_dir is None else self.trainer.run_dir / "hang"
 
     def _message_of_all(self, alarm: str, position: Position, head: str) -> tuple[str, bool]:
-        """Raise an alarm with this rank's position. Return a message, and whether this rank raised the alarm first.
+        """Raise an alarm with this rank's position. Return a message, and whether this rank was the first to raise it.
 
         The message lists the positions of all ranks or, if the store does not respond, only that of this rank.
         """

@@ -65,7 +65,8 @@ def warm_up(more: Sequence[str] = ()) -> None:
 def warm_up_for(strategy: str, arguments: Mapping[str, Any]) -> None:
     """Start the fork server for a run with this strategy and these Trainer arguments.
 
-    The server also imports torch's compiler if every worker would, because this takes as long as importing torch.
+    The server also imports torch's compiler if every worker would, because importing it takes as long as importing
+    torch.
     """
     compiles = any(arguments[name] for name in ("compile", "deterministic", "activation_checkpointing"))
     is_eager = strategy in ("auto", "ddp") and arguments["reproducible"] != "bitwise" and not compiles
@@ -139,7 +140,7 @@ def _write_payload(path: Path, function: Callable[[], Any]) -> None:
 
 @dataclass(eq=False)
 class Worker:
-    """A worker process and the file in which it reports how it ended."""
+    """A worker process and the file where it reports how it ended."""
 
     rank: int
     process: Any

@@ -22,7 +22,7 @@ ProcessEntry = tuple[int, int, str, str]
 def located(place: Place) -> Place:
     """Return the place of a process in a script's own process group, with its node and local rank filled in.
 
-    The node and the local rank are found from the host names of all ranks, so all ranks must call this. A local rank
+    The node and the local rank are derived from the host names of all ranks, so all ranks must call this. A local rank
     from LOCAL_RANK (0 or more) is kept. If the group does not come from a script, return the place unchanged.
     """
     if place.origin != "script":

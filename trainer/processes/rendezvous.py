@@ -91,9 +91,10 @@ def is_loopback(host: str) -> bool:
 
 
 def keep_to_loopback() -> None:
-    """Restrict gloo and NCCL to the loopback interface, unless the user has chosen another interface.
+    """Restrict gloo and NCCL to the loopback interface, unless the user has chosen a different one.
 
-    By default, gloo and NCCL use the interface of this machine's name, to which other machines can connect.
+    By default, gloo and NCCL use the interface that this machine's name resolves to, and other machines can connect to
+    it.
     """
     name = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), "")
     for library in ("GLOO", "NCCL", "TP") if name else ():
@@ -136,7 +137,7 @@ def _leave_failed(store: "Store", rank: int, world_size: int) -> None:
 
 @contextmanager
 def telling_failure(store: "Store", rank: int, world_size: int) -> Iterator[None]:
-    """Report connection failures to all ranks: if any rank cannot connect in this context, all ranks end.
+    """Report connection failures to all ranks: if any rank cannot connect in this context, all ranks exit.
 
     Otherwise, the other ranks would wait until the start-up timeout. If this rank cannot connect, raises WorkerError
     with gloo's error and advice. If another rank reports a failure, ends this process.
@@ -283,8 +284,8 @@ def join_process_group(
     """Create the default process group; return the address of the rendezvous, or "" if the group already exists.
 
     Args:
-        init_method: "env://" (MASTER_ADDR and MASTER_PORT, or the variables of SLURM and MPI) or "tcp://host:port". By
-            default, Legato's workers use their launcher's store, and all other processes use "env://".
+        init_method: "env://" (MASTER_ADDR and MASTER_PORT, or the variables set by SLURM or MPI) or "tcp://host:port".
+            By default, Legato's workers use their launcher's store, and all other processes use "env://".
         device: the process's device if it has only one. NCCL then connects at once, so a rank whose device is
             missing fails here rather than in the first step.
 

@@ -69,7 +69,7 @@ def stack_of(thread: int) -> list[Frame]:
 
 
 def stack_of_error(error: BaseException) -> list[Frame]:
-    """Return the stack at which an error was raised, innermost frame first."""
+    """Return the stack where an error was raised, innermost frame first."""
     frames = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     return [Frame(code.co_filename, line, code.co_name) for code, line in reversed(frames)]
 

@@ -42,8 +42,8 @@ _BROKEN_CONNECTION = re.compile(
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """Pickler for functions and results, with special handling of the classes in some modules.
 
-    Classes of the modules in `named` are sent by name, because the receiver has the original classes and must not
-    receive copies. Classes of the modules in `placed` are sent by value and registered in their module.
+    Classes from the modules in `named` are sent by name, because the receiver has the original classes and must not
+    receive copies. Classes from the modules in `placed` are sent by value and registered in their module.
     """
 
     def __init__(self, file: io.BytesIO, named: frozenset[str], placed: frozenset[str]) -> None:

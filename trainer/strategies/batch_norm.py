@@ -1,7 +1,7 @@
-"""Batch normalization with statistics over the batches of all replicas of a step.
+"""Batch normalization with statistics computed over the batches of all replicas in a step.
 
-Accelerators use torch.nn.SyncBatchNorm. On the CPU, differentiable sums over ranks give the same result. Modules keep
-their parameters and buffers. Only their classes change until the run ends.
+Accelerators use torch.nn.SyncBatchNorm. On the CPU, differentiable sums over ranks produce the same result. Modules
+keep their parameters and buffers. Only their classes change until the run ends.
 """
 
 from collections.abc import Callable

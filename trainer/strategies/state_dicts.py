@@ -23,7 +23,7 @@ class StateParts(NamedTuple):
     optimizer: int = 1
     """Number of equal shards of the optimizer's state."""
     layers: int = 1
-    """Number of processes among which the layers, and so the activations of a batch, are divided."""
+    """Number of processes that the layers, and so the activations of a batch, are divided among."""
 
 
 class StateDicts:
@@ -79,7 +79,7 @@ class ShardedStateDicts(StateDicts):
     def open_writers(self, rank: int, size: int) -> None:
         """Create a process group for background saves, whose collectives must not mix with those of training.
 
-        All ranks must call this. Later calls to methods of the trainer reuse the group.
+        All ranks must call this. Later calls to the trainer's methods reuse the group.
         """
         # always gloo, because NCCL cannot communicate tensors on the host
         if size > 1 and self._default_group is not dist.group.WORLD:

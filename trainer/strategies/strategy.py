@@ -50,7 +50,7 @@ class Strategy:
     name = ""
     """The name of the strategy in a config."""
     micro_batches = 1
-    """Number of micro-batches into which a training batch is split for its forward pass."""
+    """Number of micro-batches that a training batch is split into for its forward pass."""
     tensor_shards: int | None = None
     """Number of shards per tensor-parallel layer, independent of the number of processes."""
     cuts_batches = False
@@ -71,7 +71,7 @@ class Strategy:
         self.collectives: Ranks = SINGLE
         """All ranks of the run."""
         self.data_ranks: Ranks = SINGLE
-        """The ranks among which the replicas are divided: together they process every batch once."""
+        """The ranks that the replicas are divided among. Together, they process every batch once."""
         self.weight_ranks: Ranks = SINGLE
         """The ranks whose weights must be bitwise identical to this rank's; none by default."""
         self.loss_scale = 1.0

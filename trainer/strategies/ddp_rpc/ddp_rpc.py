@@ -90,7 +90,7 @@ class DDPRPCStrategy(DDPStrategy):
         return len(devices) + self.servers
 
     def _trainers(self, place: Place) -> int:
-        """Return the number of trainers, which have the first ranks.
+        """Return the number of trainers, which have the lowest ranks.
 
         Raises ConfigError if there are no trainers, or if the strategy does not support this layout of processes.
         """

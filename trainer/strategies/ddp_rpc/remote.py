@@ -1,4 +1,4 @@
-"""Remote modules: modules of a task on server processes, and the functions that servers run for trainers.
+"""Remote modules: a task's modules on server processes, and the functions that servers run for trainers.
 
 Trainers call a module through torch's RemoteModule and distributed autograd. See
 https://docs.pytorch.org/tutorials/advanced/rpc_ddp_tutorial.html ("Combining DDP with the Distributed RPC framework").

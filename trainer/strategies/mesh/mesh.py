@@ -47,7 +47,7 @@ def make_mesh(sizes: Sizes, device_type: str) -> DeviceMesh:
 def data_ranks(mesh: DeviceMesh, sizes: Sizes) -> Ranks:
     """Return the ranks along the data and shard axes, which together process every batch once.
 
-    The returned ranks have the same coordinates on the other axes as this rank. All ranks must call this, because
+    The returned ranks have the same coordinates along the other axes as this rank. All ranks must call this, because
     creating a group is a collective.
     """
     count = sizes.data * sizes.shard
@@ -208,7 +208,7 @@ class MeshStrategy(GroupStrategy):
             self.precision.scaler = dtensors.MeshScaler(self.device)
 
     def _ranks_along(self, axis: str) -> Ranks:
-        """Return the processes along an axis of the mesh that share this process's coordinates on the other axes."""
+        """Return the processes along an axis of the mesh that share this process's coordinates along the other axes."""
         if self.mesh is None:
             return SINGLE
         return Ranks(self.mesh.get_local_rank(axis), getattr(self.sizes, axis), self.mesh.get_group(axis))
@@ -376,8 +376,8 @@ class MeshStrategy(GroupStrategy):
     def training_step(self, arguments: Sequence[Any], replica: int | None, last: bool) -> Any:
         """Call training_step. Each block's parameters are gathered while the block runs.
 
-        Raises TaskError if training_step skips its batch, because other processes wait for this process in the backward
-        pass.
+        Raises TaskError if training_step skips its batch, because other processes would wait for this process in the
+        backward pass.
         """
         if self.steps is None:
             return super().training_step(arguments, replica, last)

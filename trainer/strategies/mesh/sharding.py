@@ -86,7 +86,7 @@ def find_sharded_blocks(task: nn.Module, blocks: Blocks) -> list[nn.Module]:
     """Return the modules to shard as blocks, inner modules first, as `fully_shard` requires.
 
     Args:
-        blocks: class names, or the minimum number of parameters in a block. In the second case, a module becomes a
+        blocks: class names, or the minimum number of parameters in a block. In the latter case, a module becomes a
             block if it has at least this many parameters outside of its inner blocks. A single layer belongs to its
             parent's block, because fewer and larger messages are faster.
     """

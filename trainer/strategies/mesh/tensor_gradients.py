@@ -18,7 +18,7 @@ from ....base.tensors import local_part
 from .tensor_plan import AXIS, REPLICATED, read_plan
 
 COMPARED_STEPS = 3
-"""Maximum number of steps with a comparison. In the first step, for example, gradients of adapters are zero."""
+"""Maximum number of steps whose gradients are compared. In the first step, for example, adapter gradients are zero."""
 ROUNDING = 0.01
 """Relative difference allowed between gradients, because kernels may sum in different orders."""
 

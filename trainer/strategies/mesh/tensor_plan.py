@@ -8,7 +8,7 @@ See Shoeybi et al. 2019, "Megatron-LM" (https://arxiv.org/abs/1909.08053) and to
                  computes with its shard of the activations; the gradients are summed over the processes
 
 LoRA adapters that peft adds to a Linear are sharded together with the Linear. If a task has no plan, Legato uses the
-`tp_plan` property of its models from Hugging Face Transformers. HUB_WORDS translates the styles in these plans.
+`tp_plan` property of its Hugging Face Transformers models. HUB_WORDS translates the styles in these plans.
 """
 
 from collections.abc import Callable, Mapping
@@ -51,7 +51,7 @@ HUB_WORDS = {
 
 
 def plan_of(task: "Task") -> dict[str, str]:
-    """Return the task's plan or, if there is none, the plans of its models, translated to the words of this module.
+    """Return the task's plan or, if there is none, the plans of its models, translated into this module's words.
 
     Raises ConfigError for a style that Legato does not support.
     """
@@ -113,7 +113,7 @@ def apply_plan(task: "Task", mesh: DeviceMesh, words: Mapping[str, str]) -> None
 
 
 def read_plan(task: nn.Module, plan: Mapping[str, str] | None, parts: int) -> dict[str, str]:
-    """Return the plan's word for each module whose name matches a pattern of the plan. `*` matches any characters.
+    """Return the plan's word for each module whose name matches a pattern in the plan. `*` matches any characters.
 
     Raises ConfigError if a pattern matches no module, if a word is unknown, or if a layer cannot be split into `parts`
     shards.

@@ -4,7 +4,7 @@
     kilobytes           97 |     793 |     793 |     793 |     793 |   50
     two parts    `--------- 1,683 ----------´    `------- 1,636 -------´
 
-model_parallel.py places the parts on different devices of one process. pipeline.py places them in different processes.
+model_parallel.py places the parts on different devices in one process. pipeline.py places them in different processes.
 """
 
 from collections.abc import Iterable, Sequence
