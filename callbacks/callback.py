@@ -74,7 +74,7 @@ Outputs = Any
 
 
 class Callback:
-    """Base class for callbacks. A hook that you do not override costs nothing.
+    """Base class for callbacks. Hooks that you do not override add no overhead.
 
     A callback observes the run. It changes the run only through the trainer's public methods and `trainer.should_stop`.
     """
@@ -110,7 +110,7 @@ class Callback:
         """Called after the sanity check."""
 
     def on_train_start(self, trainer: "Trainer", task: "Task") -> None:
-        """Called before the first epoch or, in a resumed run, before the epoch in which the run continues."""
+        """Called before the first epoch or, in a resumed run, before training continues."""
 
     def on_train_end(self, trainer: "Trainer", task: "Task") -> None:
         """Called after the last epoch."""

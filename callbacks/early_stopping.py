@@ -96,7 +96,7 @@ class EarlyStopping(MonitoringCallback):
 
     def on_train_start(self, trainer: "Trainer", task: "Task") -> None:
         """If this callback stopped the run before it was resumed, stop it again unless `patience` was increased."""
-        # without this, a resume from the stopped run's checkpoint would train until the next check
+        # without this, resuming from the stopped run's checkpoint would train until the next check
         trainer.should_stop |= self.stopped_step > 0
         if trainer.is_global_zero and (problem := self._metric.lacks_validation(trainer)):
             log.warning("%s", problem)

@@ -190,7 +190,7 @@ class BackboneFinetuning(BaseFinetuning):
         backbone_initial_ratio_lr: Initial learning rate of the backbone as a fraction of the first group's.
         backbone_initial_lr: Initial learning rate of the backbone; overrides `backbone_initial_ratio_lr`.
         should_align: Never let the backbone's learning rate exceed the first group's.
-        train_bn: Train batch norms of the backbone too.
+        train_bn: Also train the backbone's batch norms.
         verbose: Log the learning rates.
         rounding: Decimal places of logged learning rates.
 

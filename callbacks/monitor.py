@@ -103,7 +103,7 @@ class Monitor:
     def refuse(self, trainer: "Trainer") -> NoReturn:
         """Save a checkpoint if the run keeps any, then raise ConfigError with the logged names."""
         if trainer.checkpoint_callback is not None:
-            # a misspelled name is noticed only after an epoch; a resume with the right name need not repeat that epoch
+            # a misspelled name is noticed only after an epoch; resuming with the right name need not repeat that epoch
             trainer.checkpoint_callback.save(trainer, always=True)
         logged = sorted(trainer.agreed_metrics)
         near = nearest_name(self.name, logged)

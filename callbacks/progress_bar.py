@@ -102,7 +102,7 @@ class ProgressBar(ProgressDisplay):
         saved, monitor = trainer.checkpoint_callback, self._monitor
         score = getattr(saved, "best_model_score", None) if monitor is not None else None
         if score is not None and getattr(saved, "scores", None):
-            self._best = float(score), -1  # from before the resume, which does not restore the value's step
+            self._best = float(score), -1  # from before the resume; the value's step is not restored
         self._next_reading = 0.0
 
     def on_train_epoch_start(self, trainer: "Trainer", task: "Task") -> None:

@@ -1,4 +1,4 @@
-"""`legato fit`, `validate`, `test`, `predict` and `config`: run a config here or through its launcher."""
+"""`legato fit`, `validate`, `test`, `predict` and `config`: run a config on this machine or through its launcher."""
 
 import shlex
 import sys

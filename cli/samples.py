@@ -1,4 +1,4 @@
-"""`legato samples RUN step=N [replica=R] [--show] [--blame]`: lists the samples of a step.
+"""`legato samples RUN step=N [replica=R] [--show] [--blame]`: lists the samples in a step.
 
 `legato samples RUN index=N [until=N]` lists the steps that used a sample.
 """
@@ -20,7 +20,7 @@ from .arguments import read_words
 
 
 def run_samples(options: Namespace) -> None:
-    """Print the samples of a step, or the steps that used a sample."""
+    """Print the samples in a step, or the steps that used a sample."""
     values, overrides = read_words(options.words, ("step", "replica", "until"), ("index",))
     if ("step" in values) == ("index" in values) or (options.blame and "index" in values):
         raise ConfigError("legato samples needs a run and step=N or index=N, such as legato samples RUN step=1234.")

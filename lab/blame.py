@@ -143,7 +143,7 @@ def alone(trainer: "Trainer", task: "Task", item: ReplicaBatch, sample: Any) -> 
 
 
 def shown_blame(directory: Path, step: int, rows: list[dict[str, Any]]) -> Iterator[str]:
-    """Yield lines that describe the samples of a step, ordered by their contribution to the gradient."""
+    """Yield lines that describe the samples in a step, ordered by their contribution to the gradient."""
 
     def share(row: dict[str, Any]) -> float:
         moved = row["gradient_norm"] * row["weight"]

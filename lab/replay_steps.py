@@ -170,7 +170,7 @@ def replay_steps(
 
     Args:
         made: New trainer, task and data.
-        directory: The only folder to which the replay writes.
+        directory: The only folder that the replay writes to.
         every_step: Log every step, rather than only the steps that the run logged.
 
     Raises DataError if the run ends before the last step.

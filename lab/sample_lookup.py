@@ -1,4 +1,4 @@
-"""Looks up the samples of a step and the steps of a sample, without running the steps."""
+"""Looks up which samples a step used and which steps used a sample, without running the steps."""
 
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
@@ -35,7 +35,7 @@ class StepPlace:
 
 
 class SampleLookup:
-    """Finds the samples of each step of a run from its history and its training loader.
+    """Finds the samples used in each step of a run, based on its history and training loader.
 
     Args:
         build: Function that returns the unstarted run as configured at a step (`cli.unstarted`). Must return the same
@@ -163,7 +163,7 @@ def chosen_batches(step: StepInput, replica: int | None) -> list[ReplicaBatch]:
 
 
 def shown_samples(directory: Path, place: StepPlace, step: StepInput, replica: int | None) -> Iterator[str]:
-    """Yield lines that list the samples of a step."""
+    """Yield lines that list the samples in a step."""
     of = "" if place.steps_of_epoch is None else f" of {place.steps_of_epoch:,}"
     samples = f": {counted(step.samples, 'sample')}" if step.samples else ""
     run, number = location_of(directory), place.number + 1

@@ -133,7 +133,7 @@ class Verification:
     def cost(self) -> str:
         """Return the number of segments and steps, the time needed at the run's speed, and the required disk space."""
         points = sorted((step, point["time"]) for step, point in self.history.points.items() if "time" in point)
-        # the median step has no validation or pause
+        # the median step includes no validation or pause
         rates = [(after - before) / (last - first) for (first, before), (last, after) in pairwise(points)]
         steps = sum(segment.target.step - segment.steps[0] + 1 for segment in self.segments)
         sizes = [sum(file.size for file in load_manifest(each.target.path).files.values()) for each in self.segments]

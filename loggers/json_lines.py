@@ -20,7 +20,7 @@ POINTS_FILE = "metrics.jsonl"
 class JSONLinesLogger(Logger):
     """Writes a line such as `{"step": 100, "time": 1767225600.123, "train/loss": 0.5}` for each logging point.
 
-    * "time" is in seconds since the epoch.
+    * "time" is in seconds since the Unix epoch.
     * Values reach the operating system before the call returns, so none are lost if the process is killed.
     * Calls for the same step share a line. The last line may still change. Its newline is written only when the next
       step begins, so every line that ends in a newline is final.

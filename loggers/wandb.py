@@ -84,7 +84,7 @@ class WandbLogger(Logger):
 
     def log_hyperparams(self, params: Mapping[str, Any], metrics: Mapping[str, float] | None = None) -> None:
         """Record hyperparameters as the run's config."""
-        # values may change on a resume, which W&B rejects without allow_val_change
+        # values may change when a run is resumed, which W&B rejects without allow_val_change
         self.experiment.config.update(plain(params), allow_val_change=True)
 
     def watch(self, model: Any, log: str | None = "gradients", log_freq: int = 100, log_graph: bool = True) -> None:

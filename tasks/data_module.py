@@ -16,7 +16,7 @@ DataModuleType = TypeVar("DataModuleType", bound="DataModule")
 
 
 class DataModule(DataHooks, Hyperparameters):
-    """Base class for objects that prepare data and provide the loaders of each stage. Override only what you need."""
+    """Base class for objects that prepare data and provide the loaders for each stage. Override only what you need."""
 
     prepare_data_per_node = True
     """True: `prepare_data` runs once per machine; False: once per run, for a shared file system."""

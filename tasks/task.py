@@ -172,7 +172,7 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
         return self(args[0])
 
     def configure_model(self) -> None:
-        """Build modules that are too large for the CPU memory of each process. This is called once per stage."""
+        """Build modules that are too large to fit in each process's CPU memory. This is called once per stage."""
 
     def configure_blocks(self) -> Sequence[nn.Module] | None:
         """Return the model as a list of blocks, each of which takes the previous block's output.
@@ -251,7 +251,7 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
             on_epoch: Log the reduction over the epoch. Default: in `training_step`, True only if `on_step` is False;
                 elsewhere, True. If both are True, the metric is logged as `name_step` and `name_epoch`.
             reduce_fx: Reduction over batches and ranks: "mean", "sum", "min", "max" or a function.
-            sync_dist: Add up the values of all processes. Only needed with reduce_fx="sum" in a hook that runs once per
+            sync_dist: Sum the values over all processes. Only needed with reduce_fx="sum" in a hook that runs once per
                 step or epoch.
             add_dataloader_idx: With several loaders, append `/dataloader_idx_N` to the name.
             batch_size: Weight to use instead of the number of samples: a number or a tensor with one value.
@@ -361,7 +361,7 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
         optimizer: torch.optim.Optimizer,
         optimizer_closure: Callable[[], Any] | None = None,
     ) -> None:
-        """Step the optimizer. Gradients are already computed. The first `optimizer_closure()` call returns the loss."""
+        """Step the optimizer after gradients are computed. The first `optimizer_closure()` call returns the loss."""
         optimizer.step(closure=optimizer_closure)
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: torch.optim.Optimizer) -> None:
@@ -381,7 +381,7 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
 
     # --- display ----------------------------------------------------------------------------------------------------
     def describe_batch(self, batch: Any) -> str | None:
-        """Return a description of a batch for `legato samples --show`. None: show the shapes and ranges of tensors."""
+        """Return a batch's description for `legato samples --show`, or None to show its tensors' shapes and ranges."""
         return None
 
     # --- rest -------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 class TaskHooks:
-    """Hooks of tasks. A hook that you do not override costs nothing."""
+    """Hooks of tasks. Hooks that you do not override add no overhead."""
 
     trainer: "Trainer"
 
@@ -26,7 +26,7 @@ class TaskHooks:
         """Called after training ends."""
 
     def on_train_start(self) -> None:
-        """Called before the first epoch or, in a resumed run, before the epoch in which the run continues."""
+        """Called before the first epoch or, in a resumed run, before training continues."""
 
     def on_processes_changed(self) -> None:
         """Called after processes leave or join an elastic run. A process's rank may change. The epoch continues."""

@@ -178,7 +178,7 @@ def check_config(layer: Layer, before_imports: Callable[[Mapping[str, Any]], Non
         section = {} if name in values and values[name] is None else values.get(name)
         if isinstance(section, dict):
             values[name] = {entry: item for entry, item in section.items() if item is not None}
-    # keys first: with a misspelled key, values need no check, and importing torch would take three seconds
+    # keys first: if a key is misspelled, values need no check, and importing torch takes three seconds
     _require_none(KeyChecker(values).problems(), layer)
     if before_imports is not None:
         before_imports(values)

@@ -262,7 +262,7 @@ def read_config(arguments: Sequence[str], defaults: Mapping[str, Any] = MappingP
     """Merge the config files from left to right, then apply the overrides and resolve `${...}`.
 
     Args:
-        defaults: Values to which interpolations may refer if the config does not set them.
+        defaults: Values that interpolations may refer to if the config does not set them.
 
     Raises ConfigError for an invalid file or override. The message states where the mistake is.
     """

@@ -199,7 +199,7 @@ def write(path: Path, saved: dict[str, Any]) -> None:
             has_code = bool(torch.serialization.get_unsafe_globals_in_checkpoint(partial))
         except OSError:
             raise
-        except Exception:  # a value that cannot be pickled, or a full disk, which also fails the next attempt
+        except Exception:  # a value that cannot be pickled, or a full disk, which makes the next attempt fail too
             has_code = True
         if has_code:
             try:

@@ -297,7 +297,7 @@ class FolderParts(PlacesPoints, logger.Logger):
         super().open(run_dir / (self.sub_dir or ""), resume_step)
 
     def follow(self, run_dir: Path) -> None:
-        """Store the folder to which rank 0 writes."""
+        """Store the folder that rank 0 writes to."""
         if self.own_folder is not None:
             self.own_folder.follow(run_dir)
         else:

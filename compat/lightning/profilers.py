@@ -226,7 +226,7 @@ class PyTorchProfiler(Profiler):
         if self.profiler is None:
             self.profiler = self._make()
             self.profiler.__enter__()
-            # marks add a cost to each call of a module, so add them only when recording begins
+            # marks add overhead to each module call, so add them only when recording begins
             if self._names and self.module is not None:
                 self._marks = RegisterRecordFunction(self.module)
                 self._marks.__enter__()
@@ -429,6 +429,6 @@ def add_profiler(wanted: str | Profiler | None, callbacks: list[Callback]) -> Pr
 
 
 def owner_of(call: Any) -> str:
-    """Return the name of the class to which a hook call belongs."""
+    """Return the name of the class that a hook call belongs to."""
     function = call.func if isinstance(call, partial) else call
     return type(getattr(function, "__self__", function)).__name__

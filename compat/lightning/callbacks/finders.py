@@ -25,7 +25,7 @@ def data_of_run(trainer: Any) -> dict[str, Any]:
 class Finder(Callback):
     """Base class for callbacks that search for a setting before a run starts.
 
-    If a subclass overrides the hook in which Lightning searches, that override determines when the search runs. If a
+    If a subclass overrides the hook where Lightning searches, that override determines when the search runs. If a
     subclass overrides the search method, or if `configure_callbacks` returns the callback, the search runs in the hook.
     """
 

@@ -131,7 +131,7 @@ class Interval(LightningEnum):
 
 
 class Timer(timer.Timer, Callback):
-    """Sets `trainer.should_stop` when training has run for `duration`, and measures the time of each stage."""
+    """Sets `trainer.should_stop` when training has run for `duration`, and measures how long each stage takes."""
 
     def __init__(self, duration: Any = None, interval: Any = "step", verbose: bool = True) -> None:
         super().__init__(duration, interval, verbose)
