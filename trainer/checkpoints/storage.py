@@ -166,7 +166,7 @@ class LocalFolder:
         return content
 
     def fetch(self, name: str, content: manifest.Manifest, files: Collection[str]) -> Path:
-        """Return the folder of a checkpoint's files."""
+        """Return the folder that contains a checkpoint's files."""
         return self.path / name / content.prefix
 
     def read_index(self) -> CheckpointIndex | None:
@@ -232,7 +232,7 @@ class LocalFolder:
             self._clean_up(name)
 
     def bases(self) -> dict[FileSum, dict[str, str]]:
-        """Read the headers of the bases. Damaged bases are left out."""
+        """Read the headers of the bases. Damaged bases are skipped."""
         bases = {}
         for path in sorted((self.path / manifest.BASE).glob("*.safetensors")):
             with suppress(CheckpointError, OSError):

@@ -127,7 +127,7 @@ def connect_to_store(port: int) -> "Store":
 
 
 class MemberRegistry:
-    """Members in the order of their ranks. Remaining members keep their order; new members are appended.
+    """Members in rank order. Remaining members keep their order; new members are appended.
 
     As a result, rank 0, the only rank that writes files, changes only if its process dies.
     """

@@ -18,9 +18,9 @@ SECONDS_BETWEEN = 1.0
 class Agreement:
     """Lets the ranks of a run agree, about once a second, on whether to stop.
 
-    In each agreement, the ranks also determine at which step to agree next, and they do not communicate in between.
-    During an evaluation, the ranks agree after a round of batches. Ranks without batches in the last rounds take part
-    until all ranks are done.
+    In each agreement, the ranks also choose the step of the next one, and do not communicate in between. During an
+    evaluation, the ranks agree after a round of batches. Ranks without batches in the last rounds take part until all
+    ranks are done.
     """
 
     def __init__(self, ranks: Ranks, step: int, elapsed: float) -> None:

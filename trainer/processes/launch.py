@@ -296,7 +296,7 @@ class WorkerGroup:
         """Hook that `watch` calls at each pause, for subclasses to override."""
 
     def _due_at(self) -> float:
-        """Return the time at which to stop the workers that are still running."""
+        """Return the time when workers that are still running must be stopped."""
         due_at = self._relay.interrupted_at + _INTERRUPT_GRACE
         if self._preempted_at is not None:
             due_at = min(due_at, self._preempted_at + _RESUME_GRACE)

@@ -164,7 +164,7 @@ def _find_spec(name: str) -> ModuleSpec | None:
 def _place(name: str, module: str, make: Callable[..., type], arguments: tuple[Any, ...]) -> type:
     """Create a class that was sent by value and register it in its module, so that plain pickle finds it.
 
-    A loader worker sends batches by plain pickle, and batches may contain dataclasses from the caller's script.
+    Loader workers send batches using plain pickle, and batches may contain dataclasses from the caller's script.
     """
     kind, home = make(*arguments), _import_or_make(module)
     if not hasattr(home, name):

@@ -43,7 +43,7 @@ def copy_to_devices(module: ModuleType, devices: Sequence[torch.device]) -> list
 
 
 class _Broadcast(Function):
-    """Broadcasts tensors to several copies. The backward pass sums the gradients in the order of the copies.
+    """Broadcasts tensors to multiple copies. The backward pass sums the gradients in the order of the copies.
 
     Without this class, autograd would sum the gradients in whatever order it computes them.
     """

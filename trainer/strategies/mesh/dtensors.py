@@ -227,7 +227,7 @@ class MeshScaler(torch.amp.GradScaler):
 
 
 def disable_foreach(optimizers: Iterable[Optimizer], always: bool = False) -> None:
-    """Set foreach=False for parameter groups that span several meshes or, if `always` is True, for all groups.
+    """Set foreach=False for parameter groups that span multiple meshes or, if `always` is True, for all groups.
 
     torch's `foreach` and `fused` kernels need tensors on a single mesh, but `foreach` is torch's default on an
     accelerator. Raises ConfigError if such a group has `foreach` or `fused` set to True.

@@ -23,7 +23,7 @@ class Sizes(NamedTuple):
 
 
 def read_sizes(asked: Mapping[str, Size]) -> None:
-    """Raise ConfigError if a size is neither positive nor "auto", or if several sizes are "auto"."""
+    """Raise ConfigError if a size is neither positive nor "auto", or if more than one size is "auto"."""
     for axis, size in asked.items():
         if size != "auto" and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
             raise ConfigError(f"strategy mesh: expected a positive number of processes or 'auto', got {axis}={size!r}.")

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class MeshStateDicts(ShardedStateDicts):
-    """State dicts in which DTensors contain this rank's shard of each tensor."""
+    """State dicts whose DTensors contain this rank's shard of each tensor."""
 
     read_in_parts = ("state_dict", "optimizer_states")
 
