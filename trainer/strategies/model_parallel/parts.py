@@ -84,8 +84,7 @@ def module_bytes(module: nn.Module) -> int:
 
 
 def cut(blocks: Sequence[PartBlock], parts: int, split: Split = "auto") -> list[list[PartBlock]]:
-    """Return the blocks of each part. Raises ConfigError if there are too few, or if their number differs from
-    `split`."""
+    """Return the blocks of each part. Raises ConfigError if there are too few blocks or `split` does not match them."""
     if len(blocks) < parts:
         names = ", ".join(block.name for block in blocks)
         raise ConfigError(
