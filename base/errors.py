@@ -90,7 +90,7 @@ def nearest_name(word: str, names: Iterable[str], cutoff: float = 0.6) -> str:
 
 
 def correction(wrong: str, right: str) -> str:
-    """Return the incorrect and the correct line of code, to append to a message."""
+    """Return the incorrect and correct lines of code, to append to a message."""
     width = max(len(wrong), len(right))
     return f"\n    {wrong:<{width}}  # incorrect\n    {right:<{width}}  # correct"
 

@@ -72,7 +72,7 @@ def to_location(place: "str | os.PathLike[str]") -> Location:
 
 
 def to_absolute(place: "str | os.PathLike[str]") -> Location:
-    """Return the location of `place`. Paths become absolute, without ".."."""
+    """Return the location of `place`. Paths are made absolute, with ".." removed."""
     location = to_location(place)
     return location if isinstance(location, Address) else Path(os.path.abspath(location))
 

@@ -82,7 +82,7 @@ def address_problem(path: object) -> str | None:
 
 
 def path_problem(path: str) -> str | None:
-    """Return why a path is invalid on all common file systems; None if it is valid."""
+    """Return why a path is not valid on any common file system; None if it is valid."""
     if (problem := address_problem(path)) is not None:
         return problem
     if "\0" in path:

@@ -58,7 +58,7 @@ def default_store() -> Any:
 
 # --- sharded parameters -----------------------------------------------------------------------------------------------
 def forget_wrapping(module: nn.Module) -> None:
-    """Remove the mark of `fully_shard` from a module, so that `fully_shard` can be applied again."""
+    """Remove `fully_shard`'s mark from a module, so that `fully_shard` can be applied again."""
     # torch cannot undo it. Without this function, a task's second run fails because its state was garbage-collected.
     from torch.distributed import _composable_state
 
@@ -87,13 +87,13 @@ def reduction_check(module: Any) -> Callable[[], object]:
 # One call for many small tensors. For 150 tensors with 256 elements on a CPU, it takes 141 us to add and 76 us to copy
 # them. A loop over public methods takes 242 us and 555 us, and on a GPU it launches one kernel per tensor.
 add_to_each: Callable[[list[Tensor], list[Tensor]], None] = torch._foreach_add_
-"""Add each tensor of the second list to its counterpart in the first, in place."""
+"""Add each tensor in the second list to its counterpart in the first, in place."""
 multiply_each: Callable[[list[Tensor], float], None] = torch._foreach_mul_
 """Multiply tensors in place."""
 divide_each: Callable[[list[Tensor], float | Tensor], None] = torch._foreach_div_
 """Divide tensors in place by a number or by a tensor on their device."""
 copy_to_each: Callable[[list[Tensor], list[Tensor]], None] = torch._foreach_copy_
-"""Copy each tensor of the second list to its counterpart in the first."""
+"""Copy each tensor in the second list to its counterpart in the first."""
 
 
 def is_view(tensor: Tensor) -> bool:

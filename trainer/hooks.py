@@ -44,7 +44,7 @@ MISNOMERS = {
     "prediction_step": "predict_step",
     "validation_dataloader": "val_dataloader",
 }
-"""Common wrong names for steps and loaders. They are an error unless the task also defines the right name."""
+"""Common misnomers for steps and loaders. Using one is an error unless the task also defines the right name."""
 
 STEP_SIMILARITY = 0.9
 """Minimum similarity at which a method's name is treated as a misspelled step; that of `train_step` is only 0.87."""
@@ -134,7 +134,7 @@ def names_of(owner: Task | DataModule | Callback) -> tuple[type, tuple[str, ...]
 
 
 def check_hook_arguments(owner: Task | DataModule | Callback) -> None:
-    """Raise TaskError for overridden hooks that do not accept the arguments with which Legato calls them."""
+    """Raise TaskError for overridden hooks that do not accept the arguments that Legato passes."""
     base, hooks, _ = names_of(owner)
     for name in hooks:
         if overrides(owner, base, name):

@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 log = logging.getLogger("legato")
 
 SECOND_BACKWARD = "Trying to backward through the graph a second time"
-"""Beginning of torch's message about a graph that an earlier backward pass has freed."""
+"""Beginning of torch's message about a graph that an earlier backward pass freed."""
 
 DEVICES_DIFFER = ("Expected all tensors to be on the same device", "is not on the expected device")
-"""Parts of torch's messages about tensors on several devices."""
+"""Parts of torch's messages about tensors on different devices."""
 
 DEBUGGERS = ("bdb.py", "pdb.py", "cmd.py")
 """Files of Python's debugger, whose frames are not the user's."""

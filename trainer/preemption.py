@@ -1,4 +1,4 @@
-"""Preemption: a run that receives a signal to end saves a checkpoint to resume from, and exits.
+"""Preemption: a run that receives a termination signal saves a checkpoint to resume from, and exits.
 
 The handler only records the signal. The ranks then agree (processes/agreement.py) to stop after the same step or during
 the same validation, which a resumed run repeats. Before the first step, there is nothing to save, so a signal ends the
@@ -41,7 +41,7 @@ class Preemption:
     def __init__(self, trainer: "Trainer", stage: str, agreement: Agreement) -> None:
         self.trainer, self.stage, self.agreement = trainer, stage, agreement
         self.signal = 0
-        """The signal that asked this process to end; 0 if none has."""
+        """The termination signal that this process received; 0 if there was none."""
         self.started = False
         """Whether training has started, so that there may be something to save."""
         self.leaving = False
@@ -90,7 +90,7 @@ class Preemption:
             raise Preempted
 
     def until_preempted(self, batches: Iterable[ReplicaBatch]) -> Iterator[ReplicaBatch]:
-        """Yield the batches of a validation. Raises Preempted, on every rank, if any rank receives a signal to end."""
+        """Yield a validation's batches. Raises Preempted, on every rank, if any rank receives a termination signal."""
         if not self.started:
             yield from batches
             return

@@ -111,7 +111,7 @@ class Call:
     undo: ExitStack
     """Reverts the call's changes to the process when the call is closed."""
     hooks: Hooks
-    """The task's hooks and, after the processes have connected, those of the callbacks, which may query ranks."""
+    """The task's hooks and, after the processes connect, those of the callbacks, which may query ranks."""
     agreement: Agreement
     metrics: Metrics
     preemption: Preemption
@@ -133,7 +133,7 @@ class Call:
 
     @property
     def local_replicas(self) -> int:
-        """The number of replicas that this process executes."""
+        """The number of replicas that this process runs."""
         return len(self.layout.owned(self.strategy.data_ranks.rank))
 
     @property
@@ -181,7 +181,7 @@ class Call:
         self.agreement.agree(self.state.global_step, self.trainer.should_stop, self.preemption.signal)
 
     def agree(self) -> None:
-        """Agree with the other ranks between steps. End the run if any rank has received a signal to end."""
+        """Agree with the other ranks between steps. End the run if any rank has received a termination signal."""
         self.strategy.timeouts.end_startup()
         self.agree_on_stop()
         self.preemption.stop_if_agreed()
@@ -213,7 +213,7 @@ class Run(Call):
     arity: int
     """How many of (batch, batch_idx) training_step accepts."""
     gradient_scale: float
-    """Factor by which the strategy multiplies gradients in addition to averaging them over the samples of a step."""
+    """Factor by which the strategy multiplies gradients in addition to averaging them over a step's samples."""
     fingerprint: dict[str, Any]
     """Settings that define the run; see resume.fingerprint."""
     numerics: dict[str, Any]

@@ -40,7 +40,7 @@ class Schedule:
 
         Args:
             agrees: whether to agree with the other ranks if an agreement is due, and to save if any rank received a
-                signal to end.
+                termination signal.
         """
         trainer, state, agreement = self.trainer, self.state, self.call.agreement
         # a single process needs no agreement, so it stops after the step in which should_stop was set
@@ -150,7 +150,7 @@ class Schedule:
         if "validation" not in self.data.evaluations or state.validated_at == state.global_step:
             return False
         is_due_by_epoch = epochs is None or (state.epoch + 1) % epochs == 0
-        # a signal leaves no time to validate, and the run isn't over: its resume continues the epoch
+        # a signal leaves no time to validate, and the run isn't over: resuming it continues the epoch
         if agreement.stop and not agreement.signal and state.epoch_steps > 0 and self.stops_here():
             return is_due_by_epoch
         within_epochs = (self.data.validation_rounds, self.data.validation_seconds) != (None, None)

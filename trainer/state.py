@@ -22,15 +22,15 @@ class State:
     epoch_steps: int = 0
     """Number of optimizer steps done in this epoch: the position from which a resumed run continues."""
     epoch_rounds: int = 0
-    """Number of batches on which each replica has trained in this epoch."""
+    """Number of batches that each replica has trained on in this epoch."""
     rounds: int = 0
-    """Number of batches on which each replica has trained in this run."""
+    """Number of batches that each replica has trained on in this run."""
     samples_seen: int = 0
     """Number of training samples so far in this run, over all replicas."""
     elapsed: float = 0.0
     """Elapsed time of the run in seconds, including all resumes, as agreed by the ranks."""
     epoch_ended: bool = False
-    """True after `epoch` has ended and before it is counted, so that a checkpoint in between ends it only once."""
+    """True after `epoch` ends and before it is counted, so that a checkpoint in between ends it only once."""
     logged_at: int = -1
     """The step of the latest logging point; -1 if there is none yet."""
     skipped_steps: int = 0
@@ -44,7 +44,7 @@ class State:
     scheduled_epochs: int = 0
     """Number of epochs for which the epoch-interval schedulers that need no metric have stepped."""
     plateau_step: int = 0
-    """The latest step after which a step-interval ReduceLROnPlateau has stepped."""
+    """The latest step after which a step-interval ReduceLROnPlateau stepped."""
     weight_scale: float = 0.0
     """The power of two that scales the batch weights returned by training_step; 0 if none has been returned yet."""
 
@@ -54,7 +54,7 @@ class State:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "State":
-        """Create a State from a result of `to_dict`. Raises CheckpointError for a missing field or a wrong type."""
+        """Create a State from the result of `to_dict`. Raises CheckpointError for a missing field or a wrong type."""
         defaults = {item.name: getattr(cls(), item.name) for item in fields(cls)}
         missing = sorted(defaults.keys() - values.keys())
         if missing:

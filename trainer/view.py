@@ -93,7 +93,7 @@ class TrainerView(TrainerArguments):
 
     @property
     def training(self) -> bool:
-        """Whether training is in progress; False during a validation within it."""
+        """Whether training is in progress; False during validation."""
         return self.running and self.current_run.loop.doing == "train"
 
     @property
@@ -134,7 +134,7 @@ class TrainerView(TrainerArguments):
 
     @property
     def world_size(self) -> int:
-        """Number of processes that execute the run."""
+        """Number of processes in the run."""
         return self.strategy.place.world_size
 
     @property
@@ -155,7 +155,7 @@ class TrainerView(TrainerArguments):
     # --- the run's parts --------------------------------------------------------------------------------------------
     @property
     def current_run(self) -> "Run":
-        """The latest run, which may still be in set-up. Raises RuntimeError before the first run."""
+        """The latest run, which may not be fully set up yet. Raises RuntimeError before the first run."""
         if self.run is None:
             raise RuntimeError("The trainer has no run yet: call fit, validate, test or predict first.")
         return cast("Run", self.run)
@@ -246,17 +246,17 @@ class TrainerView(TrainerArguments):
 
     @property
     def num_val_batches(self) -> list[int | float]:
-        """Number of batches per replica of each validation loader."""
+        """Number of batches per replica in each validation loader."""
         return self._counts("validation")
 
     @property
     def num_test_batches(self) -> list[int | float]:
-        """Number of batches per replica of each test loader."""
+        """Number of batches per replica in each test loader."""
         return self._counts("test")
 
     @property
     def num_predict_batches(self) -> list[int | float]:
-        """Number of batches per replica of each prediction loader."""
+        """Number of batches per replica in each prediction loader."""
         return self._counts("predict")
 
     @property

@@ -1,4 +1,4 @@
-"""CombinedLoader: several loaders read together or one after the other, with the same guarantees as a single loader."""
+"""CombinedLoader: several loaders read together or one after another, with the same guarantees as a single loader."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import is_dataclass

@@ -2,7 +2,7 @@
 
     seed, epoch -> epoch_key -> permutation(positions, length, key)     the samples at some positions
     Deal.spans(step, replicas) -> BatchSpan                             the positions of a replica's batch
-    Layout.owned(process)                                               the replicas that a process executes
+    Layout.owned(process)                                               the replicas that a process runs
     DealtBatches                                                        all three, as a batch sampler
 
 Code in this module does not depend on a rank, build a list as long as the dataset, or import torch. Any process can
@@ -140,7 +140,7 @@ class Layout:
             )
 
     def owned(self, process: int) -> range:
-        """Return the replicas that a process executes, in order."""
+        """Return the replicas that a process runs, in order."""
         assert 0 <= process < self.processes, (process, self)
         share, longer = divmod(self.replicas, self.processes)
         start = process * share + min(process, longer)
@@ -373,7 +373,7 @@ class SampledOrder:
         return len(self._indices)
 
     def __call__(self, positions: Integers) -> Sequence[Any] | Integers:
-        """Return the indices drawn at some positions."""
+        """Return the indices drawn at the given positions."""
         if isinstance(self._indices, np.ndarray):
             return self._indices[positions]
         return [self._indices[position] for position in positions.tolist()]

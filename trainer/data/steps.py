@@ -53,7 +53,7 @@ class StepInput:
     is_full: bool = True
     """Whether every replica has a batch in every round."""
     masked: Sequence[ReplicaBatch] = ()
-    """Masked batches, with which this process runs as many batches as any other; see `Dealing.lockstep`."""
+    """Masked batches, added so that this process runs as many batches as any other; see `Dealing.lockstep`."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Dealing:
 
     @property
     def replicas(self) -> range:
-        """The replicas that this process executes."""
+        """The replicas that this process runs."""
         return self.layout.owned(self.process)
 
     @property

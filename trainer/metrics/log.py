@@ -64,7 +64,7 @@ class Metrics:
     """All values that a run's task and callbacks log."""
 
     shares: ClassVar[bool] = False
-    """Whether ranks exchange training values before each update, so that every rank keeps the values of all ranks."""
+    """Whether ranks exchange training values before each update, so that every rank has the values of all ranks."""
 
     def __init__(self, collectives: Ranks, processes: int, task: nn.Module) -> None:
         self.collectives, self.processes, self.task = collectives, processes, task
@@ -530,7 +530,7 @@ class Metrics:
         self.open("train")
 
     def join(self, collectives: Ranks, replicas: range) -> None:
-        """Reduce subsequent values over the ranks of `collectives`; this process executes `replicas`."""
+        """Reduce subsequent values over the ranks of `collectives`; this process runs `replicas`."""
         self.collectives = collectives
         self.set_layout(collectives.size, replicas)
 
@@ -591,7 +591,7 @@ class Metrics:
         self.states.load(state["states"])
 
     def load_sums(self, series: Series, saved: dict[str, Any], owned: set[int]) -> None:
-        """Restore the sums of a series, for the replicas of this process."""
+        """Restore the sums of a series for this process's replicas."""
         series.sums = {int(replica): sums for replica, *sums in saved["sums"] if replica in owned}
         if series.kind == ONCE and saved["sums"]:
             series.sums = {self.first_replica: saved["sums"][0][1:]}
@@ -637,5 +637,5 @@ class Metrics:
 
 
 def as_lists(sums: Sums) -> list[list[float]]:
-    """Return sums in replica order, as a checkpoint stores them."""
+    """Return sums in replica order, as stored in a checkpoint."""
     return [[replica, *sums[replica]] for replica in sorted(sums)]

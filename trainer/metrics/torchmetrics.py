@@ -181,7 +181,7 @@ class MetricStates:
         return {replica: states for replica, states in self.kept[path].items() if replica in self.replicas}
 
     def load(self, saved: Mapping[str, Mapping[int, States]]) -> None:
-        """Load the states of this process's replicas from a result of `gather` on any number of processes."""
+        """Load the states of this process's replicas from the result of `gather` on any number of processes."""
         self.save()
         for path, states_of_all in saved.items():
             local = {replica: states for replica, states in states_of_all.items() if self.keeps(replica)}

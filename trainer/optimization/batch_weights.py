@@ -115,7 +115,7 @@ class BatchWeights:
             raise TaskError(f"The weights returned by training_step sum to {weight_of_sample}; {EXPECTED_WEIGHT}.")
         self.used = True
         # Losses multiplied by thousands of tokens would overflow in half precision. A power of two changes no other
-        # bits; the run stores it, so that a resume uses the same one.
+        # bits; the run stores it, so that a resumed run uses the same one.
         if not self.state.weight_scale and weight_of_sample:
             self.state.weight_scale = 2.0 ** -round(math.log2(weight_of_sample))
 

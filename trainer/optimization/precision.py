@@ -124,7 +124,7 @@ class Precision:
         """Restore the scaler's state.
 
         An empty state leaves the scaler unchanged. If there is no scaler, the state is ignored, so a run can resume
-        with another precision.
+        with a different precision.
         """
         if self.scaler is not None and state:
             self.scaler.load_state_dict(dict(state))

@@ -46,7 +46,7 @@ SAMPLES, LISTED = "samples of the dataset", "files of the dataset"
 DATA = (SAMPLES, LISTED, "dataset length")
 """Prefixes of changes that show that the run has different data."""
 FILES = 256
-"""Maximum number of a dataset's files that are examined."""
+"""Maximum number of files to examine in a dataset."""
 MISSING = object()
 
 
@@ -66,9 +66,9 @@ class Changes:
     """Differences between a checkpoint and the run that resumes from it."""
 
     samples: list[SettingChange] = field(default_factory=list)
-    """Settings that determine the samples of each step."""
+    """Settings that determine each step's samples."""
     changed: list[SettingChange] = field(default_factory=list)
-    """Other settings that change the training; the current value is used."""
+    """Other settings that affect training; the current value is used."""
     restored: list[SettingChange] = field(default_factory=list)
     """Settings restored from the checkpoint although their current values differ."""
     rounding: list[SettingChange] = field(default_factory=list)
@@ -185,7 +185,7 @@ def _path_of(item: Any) -> str:
 
 
 def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the plain settings of an optimizer's parameter group, without those that select a kernel."""
+    """Return the plain settings of an optimizer's parameter group, excluding those that select a kernel."""
     values = {name: _plain_or_missing(value) for name, value in group.items() if name not in ("params", *kernels.FLAGS)}
     return {name: value for name, value in values.items() if value is not MISSING}
 

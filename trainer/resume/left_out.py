@@ -17,7 +17,7 @@ log = logging.getLogger("legato")
 LEFT_OUT = "hyper_parameters_left_out"
 """Key in a checkpoint for the names of the hyperparameters that it does not contain."""
 BUILT = "hyper_parameters_built"
-"""Key in a checkpoint for the names of the hyperparameters that it stores as configs from which they are rebuilt."""
+"""Key in a checkpoint for the names of the hyperparameters that are stored as configs and rebuilt from them."""
 
 
 def split_hyperparameters(owner: "Hyperparameters") -> tuple[dict[str, Any], list[str]]:

@@ -184,7 +184,7 @@ class Saver:
             # logged values are lost or logged twice after a resume.
             if trainer.training and trainer.global_step and trainer.current_run.schedule.is_point():
                 trainer.log_step()
-            # on all ranks: a checkpoint with NaN weights is useless for a resume
+            # on all ranks: a checkpoint with NaN weights is useless for resuming
             require_finite(trainer)
             trainer.current_run.require_same_weights()
             trainer.current_run.metrics.share()

@@ -238,13 +238,13 @@ class RunDirectory:
 
     @property
     def best_checkpoint(self) -> CheckpointEntry | None:
-        """The complete checkpoint with the best value; None if no checkpoint is complete or the best is unknown."""
+        """The complete checkpoint with the best value; None if none is complete or the best value is unknown."""
         best = find.best_checkpoints(checkpoints_of(self.path), identity_of(self.path))
         return _checkpoint(best[0]) if best else None
 
     @cached_property
     def best(self) -> BestValue | None:
-        """Best value of the metric that ranks the checkpoints or, without such a metric, of a loss; None if unknown."""
+        """Best value of the metric that ranks the checkpoints or, if there is none, of a loss; None if unknown."""
         metric, mode = self.status.get("monitor"), str(self.status.get("mode", "min"))
         value = _number_in(self.status, "best")
         if metric and value is not None and "ended" in self.status:

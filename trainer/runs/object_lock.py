@@ -27,7 +27,7 @@ EXCLUSIVE = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "memory"}
 
 
 class ObjectLock:
-    """Exclusive right to write to a folder of a store, from `take` to `release`.
+    """Exclusive right to write to a folder in a store, from `take` to `release`.
 
     Forked children do not inherit this right.
     """

@@ -34,7 +34,7 @@ log = logging.getLogger("legato")
 
 
 def versions(root: Location, name: str) -> list[Path]:
-    """Return the run directories with this name, oldest first. For a store, these are local folders."""
+    """Return the run directories with this name, oldest first. For an object store, these are local folders."""
     folder = root / name
     if isinstance(folder, Address):
         directories = [local_folder(folder / name) for name in remote.names_in(folder) if VERSION.fullmatch(name)]
@@ -110,7 +110,7 @@ def _require_text(root: Path) -> None:
 
 
 def write_config(directory: Path, text: str, explicit: str | None, weights: Location | None) -> None:
-    """Store the config of a run. For an evaluation, include the checkpoint (`weights`) so that it can be repeated."""
+    """Store the config of a run. For an evaluation, include the checkpoint (`weights`) so that it can be rerun."""
     if weights is not None:
         line = f"checkpoint: {json.dumps(str(to_absolute(weights)), ensure_ascii=False)}"
         # a function, because re.sub interprets backslashes in a string; a JSON string is also a YAML string

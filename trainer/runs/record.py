@@ -1,7 +1,7 @@
 """Records the command line, versions, host and code in the run directory each time a run starts.
 
 environment.json     one entry per launch, newest last
-uncommitted.diff     uncommitted changes for `git apply`; a resume with different code adds uncommitted-1.diff
+uncommitted.diff     uncommitted changes for `git apply`; resuming with different code adds uncommitted-1.diff
 config.yaml          the config used to train the latest weights
 config_given.yaml    the same config without defaults
 starts/N.yaml        the config of launch N, counted from 0 as in environment.json
@@ -34,11 +34,11 @@ from .run_file import identity_of, replace_text
 RECORD, DIFF, GIVEN_CONFIG = "environment.json", "uncommitted.diff", "config_given.yaml"
 EPOCHS = "epochs.jsonl"
 STARTS = "starts"
-"""Folder in a run directory with the configs of all starts."""
+"""Folder in a run directory with the config of each launch."""
 LARGEST_DIFF = 1_000_000
 """Maximum size in bytes of stored uncommitted changes. For larger changes, only the file names are stored."""
 GIT_SECONDS = 3.0
-"""Time limit in seconds for all git commands together. A large repository on a slow disk must not delay the start."""
+"""Time limit in seconds for all git commands together. A large repository on a slow disk must not delay startup."""
 MOST_NAMES = 200
 _TRAINERS = count(1)
 

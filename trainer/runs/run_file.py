@@ -26,7 +26,7 @@ from ..checkpoints.storage import replace_file
 
 STARTING, RUNNING, DONE, FAILED, PREEMPTED = "starting", "running", "done", "failed", "preempted"
 LONGEST_TRACEBACK = 20_000
-"""Maximum number of characters of a stored traceback. A longer traceback is cut at its start."""
+"""Maximum number of characters of a stored traceback. A longer traceback is truncated at its start."""
 _RESUME_ME = 75  # as in processes/signals.py, whose imports a reader does not need
 _BEFORE = (".run", "status.json")
 
@@ -36,7 +36,7 @@ class RunFile:
 
     def __init__(self) -> None:
         self._started: dict[str, Any] = {}
-        """Contents written when the training began; empty before that."""
+        """Contents written when training began; empty before that."""
 
     def begin(self, directory: Path, stage: str, values: Mapping[str, Any]) -> None:
         """Record that the run is running.
@@ -56,7 +56,7 @@ class RunFile:
         _replace(directory, {**read(directory), **values})
 
     def end(self, directory: Path, stage: str, values: Mapping[str, Any], error: BaseException | None) -> None:
-        """Record how the run ended. If a resume was rejected before it started, the file is left unchanged."""
+        """Record how the run ended. If an attempt to resume was rejected, the file is left unchanged."""
         if _owns(directory, stage) and (self._started or read(directory)["state"] == STARTING):
             _replace(directory, {**read(directory), **self._started, **values, "ended": time.time(), **_outcome(error)})
 

@@ -50,7 +50,7 @@ class Start:
     location: Location | None = None
     """Location of the run directory: the directory itself, or a URL in an object store."""
     token: str = field(default_factory=new_identity)
-    """Unique token of this start."""
+    """Unique token for this launch."""
 
 
 def find_start(call: Call, request: Request) -> tuple[Start, dict[str, Any] | None]:

@@ -60,7 +60,7 @@ def option_names(kind: type[Strategy]) -> list[str]:
 
 
 def alternative(option: str, kind: type[Strategy]) -> str:
-    """Return advice for an option that a strategy class does not have."""
+    """Return advice about an option that a strategy class does not have."""
     if option in TORCH_OPTIONS:
         return f" {TORCH_OPTIONS[option]}"
     classes = {name: getattr(strategies, home.split(":")[1]) for name, home in STRATEGIES.items()}
