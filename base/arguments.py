@@ -265,7 +265,7 @@ def read_strategy(trainer: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
 
 @cache
 def argument_texts() -> dict[str, str]:
-    """Return the documentation of each argument of the Trainer, by name."""
+    """Return the documentation of each Trainer argument, by name."""
     return documented_arguments(TrainerArguments.__doc__)
 
 

@@ -113,7 +113,7 @@ def parse_small(path: Path) -> Any:
 
 
 def read_small(path: Path) -> bytes:
-    """Return the bytes of a regular file of at most LARGEST bytes. Raises OSError for anything else."""
+    """Return the contents of a regular file of at most LARGEST bytes. Raises OSError for anything else."""
     if regular_file_size(path) > LARGEST:
         raise OSError(f"{path} has more than {LARGEST:,} bytes")
     return path.read_bytes()

@@ -203,13 +203,13 @@ def seed_devices(key: int) -> None:
 
 
 def generator_states() -> list[torch.Tensor]:
-    """Return the states of the generators of all devices in use."""
+    """Return the generator states of all devices in use."""
     module = _module_in_use()
     return [] if module is None else [module.get_rng_state(index) for index in range(module.device_count())]
 
 
 def set_generators(states: list[torch.Tensor]) -> None:
-    """Set the generators to states returned by `generator_states`."""
+    """Set the generators to the states returned by `generator_states`."""
     module = _module_in_use()
     if module is not None:
         for index, state in enumerate(states):

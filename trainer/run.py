@@ -255,7 +255,7 @@ class Run(Call):
         return self.loop.epoch_skipped
 
     def end_step(self, step: StepInput, output: Any, batch: Any) -> None:
-        """Call on_step_end, then on_train_batch_end for the step's last batch, where callbacks may save.
+        """Call on_step_end and, for the step's last batch, on_train_batch_end. Callbacks may save in the latter.
 
         A process without a batch calls on_train_batch_end only for callbacks that all ranks must call together, and
         discards the values that they log.
@@ -418,7 +418,7 @@ class Run(Call):
             log.warning("%s", problem)
 
     def hint_at_few_points(self) -> None:
-        """Log a hint if the run has fewer steps than log_every_n_steps, so that only its last step is logged."""
+        """Log a hint if the run has fewer steps than log_every_n_steps, so only its last step is logged."""
         trainer = self.trainer
         steps, every = trainer.estimated_stepping_batches, trainer.log_every_n_steps
         if steps < every and trainer.loggers and trainer.is_global_zero:

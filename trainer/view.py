@@ -62,7 +62,7 @@ class TrainerView(TrainerArguments):
     # --- progress ---------------------------------------------------------------------------------------------------
     @property
     def current_epoch(self) -> int:
-        """Index of the current epoch, from 0; after a run, the number of finished epochs."""
+        """Index of the current epoch, starting from 0; after a run, the number of finished epochs."""
         return self.state.epoch
 
     @property

@@ -64,7 +64,7 @@ def generator_states() -> tuple[Any, Any, torch.Tensor, list[torch.Tensor]]:
 
 
 def set_generators(states: tuple[Any, Any, torch.Tensor, list[torch.Tensor]]) -> None:
-    """Set the generators to states returned by `generator_states`."""
+    """Set the generators to the states returned by `generator_states`."""
     random.setstate(states[0])
     np.random.set_state(states[1])
     torch.set_rng_state(states[2])

@@ -158,7 +158,7 @@ class BatchSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class Deal:
-    """Division of an epoch of `length` positions: one batch per replica and round, `accumulate` rounds per step.
+    """Division of an epoch of `length` positions: one batch per replica per round, `accumulate` rounds per step.
 
     `drop_last` drops the last round unless every replica has a full batch in it. `limit_rounds` ends the epoch early.
     The last step consists of the remaining rounds and may be shorter. If `padded` is true, all replicas have the same

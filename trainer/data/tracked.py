@@ -38,7 +38,7 @@ class TrackingCollate:
         """Wrap the functions of `loader`.
 
         Args:
-            key: key of the workers' random numbers, so that a resumed worker can repeat them.
+            key: key of the workers' random numbers, so that a resumed worker can reproduce them.
             starts: the state from which each worker continues; the main process is worker 0.
         """
         self.collate, self.then, self.dataset = loader.collate_fn, loader.worker_init_fn, loader.dataset

@@ -535,7 +535,7 @@ class Metrics:
         self.set_layout(collectives.size, replicas)
 
     def set_layout(self, processes: int, replicas: range) -> None:
-        """Set the number of processes and the replicas of this process."""
+        """Set the number of processes and this process's replicas."""
         self.processes, self.states.replicas = processes, list(replicas)
         self.first_replica = self.replica = replicas.start
         # a rank that joins does not know the numbers of series, so all ranks agree on them again

@@ -129,7 +129,7 @@ class MetricStates:
                 self.kept[path] = {self.replicas[0]: held_by(metric)}
 
     def snapshot(self) -> dict[str, dict[int, States]]:
-        """Return copies of all states of this process by path and replica, for `restore`."""
+        """Return copies of all of this process's states, by path and replica, for `restore`."""
         self.save()
         return {path: {r: copied(states) for r, states in self._own(path).items()} for path in self.kept}
 
@@ -207,7 +207,7 @@ def metrics_within(metrics: Iterable[Any]) -> list[Any]:
 
 
 def updates_within(metric: Any) -> int:
-    """Return the number of updates of a metric and its nested metrics."""
+    """Return the total number of updates to a metric and its nested metrics."""
     # a program may update a metric directly rather than its wrapper, whose count then stays 0
     return sum(inner.update_count for inner in metrics_within([metric]))
 
@@ -265,8 +265,8 @@ def merged_state(reduction: Any, values: list[Any], counts: list[int]) -> Any:
     """Return one state merged from `values`, in order.
 
     Args:
-        counts: the number of updates of each state. A state without an update is used only in sums, because it may not
-            contain a valid number.
+        counts: the number of updates to each state. A state that was never updated is used only in sums, because it may
+            not contain a valid number.
     """
     if isinstance(values[0], list):
         return [tensor for value in values for tensor in value]

@@ -165,7 +165,7 @@ def _describe_loader(loader: Any, dealt_out: bool) -> dict[str, Any]:
 
 
 def describe_files(dataset: Any) -> str | None:
-    """Return the number of files in a dataset's list of files, with a hash of some of their names and sizes."""
+    """Return the number of files in a dataset's file list, with a hash of some of their names and sizes."""
     while getattr(dataset, "dataset", None) is not None:  # a Subset
         dataset = dataset.dataset
     for listed in getattr(dataset, "__dict__", {}).values():

@@ -216,7 +216,7 @@ def find_changes(
         rescheduled: see `fingerprint.compare`.
         reordered: optimizers whose parameters are in a different order.
 
-    Raises ConfigError, on every rank, if the samples of a step would change in the middle of an epoch, or if `bitwise`
+    Raises ConfigError, on every rank, if a step's samples would change in the middle of an epoch, or if `bitwise`
     does not allow a difference.
     """
     run, state = trainer.current_run, trainer.state

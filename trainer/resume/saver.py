@@ -90,7 +90,7 @@ class Saver:
         self._run_dir = None if folder is None else folder.stat()
 
     def hold_for_all(self, folder: Location, patient: bool = False) -> None:
-        """Lock a folder of checkpoints on rank 0. All ranks must call this.
+        """Lock a checkpoint folder on rank 0. All ranks must call this.
 
         Args:
             patient: True if another process has become rank 0. Rank 0 then waits longer for the lock to be released.
@@ -292,11 +292,11 @@ class Saver:
         return {path.name: find.checkpoint_step(path) for path in paths}
 
     def read_index(self, folder: Location) -> CheckpointIndex | None:
-        """Return the index of a folder of checkpoints; None if it is missing or was written by another program."""
+        """Return the index of a checkpoint folder; None if it is missing or was written by another program."""
         return folder_at(folder).read_index()
 
     def write_index(self, folder: Location, index: CheckpointIndex) -> None:
-        """Write the index of a folder of checkpoints. Does nothing on ranks other than 0."""
+        """Write the index of a checkpoint folder. Does nothing on ranks other than 0."""
         if not self.trainer.is_global_zero:
             return
         # do not fail here on a single rank: the next save will fail for the same reason on all ranks

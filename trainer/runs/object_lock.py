@@ -38,7 +38,7 @@ class ObjectLock:
         self._released: threading.Event | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the state of this process. In another process, `check` works and `release` does nothing."""
+        """Leave out this process's state. In another process, `check` works and `release` does nothing."""
         return {**vars(self), "_process": 0, "_released": None}
 
     def take(self, patient: bool = False) -> None:
@@ -128,7 +128,7 @@ class ObjectLock:
 
 
 def holder_in(folder: str) -> dict[str, Any]:
-    """Return the record of the holder of a folder's lock; {} if the folder is not locked. Raises OSError."""
+    """Return the record of a folder's lock holder; {} if the folder is not locked. Raises OSError."""
     try:
         record = json.loads(retried(folder, connect(folder).cat_file, f"{folder}/{LOCK}"))
     except FileNotFoundError:

@@ -213,7 +213,7 @@ class StoredRun:
     def to_resume(
         self, hold: Callable[[Path], None], release: Callable[[Path], None], check: Check, folders: Sequence[Location]
     ) -> tuple[Path | None, Location | None]:
-        """Lock the run directory to resume. Return it and the checkpoint to resume from, or None for both.
+        """Lock the run directory to resume. Return the directory and the checkpoint to resume from, or None for both.
 
         `hold` and `release` lock and unlock a run directory. The run may also have saved checkpoints in `folders`.
         Raises ConfigError if a run is still writing to the directory, or to a newer directory with this name that has

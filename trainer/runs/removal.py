@@ -1,4 +1,4 @@
-"""Removes runs and checkpoints, deleting only files that Legato has written.
+"""Removes runs and checkpoints, deleting only files that Legato wrote.
 
 A run is a folder with a `run.json`. `Folder.remove` deletes a checkpoint after checking that this run wrote it and that
 it contains no other files. Other regular files are deleted only if they have names that Legato uses. Empty folders
@@ -44,7 +44,7 @@ def is_own_checkpoint(path: Path) -> bool:
 
 
 def remove_run(directory: Path) -> None:
-    """Delete the files that Legato has written to a run directory, except for the lock, which the caller holds.
+    """Delete the files that Legato wrote to a run directory, except for the lock, which the caller holds.
 
     `run.json` is deleted last, so that the folder is still a run directory if the removal is interrupted.
     """
