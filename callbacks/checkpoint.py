@@ -60,9 +60,9 @@ def checkpoint_name(template: str, values: Mapping[str, Any]) -> str:
 class Checkpoint(CheckpointCallback):
     """Saves checkpoints to folders such as `checkpoints/step-00001200` in the run directory.
 
-    It keeps the `save_top_k` best checkpoints by `monitor` and, with `save_last`, the newest one. By default, it saves
-    once per epoch: after validation if validation logs the monitored metric, otherwise at the end of the training
-    epoch. It deletes only checkpoints that this run wrote, and only after their replacement is complete.
+    It keeps the `save_top_k` best checkpoints according to `monitor` and, with `save_last`, the newest one. By default,
+    it saves once per epoch: after validation if validation logs the monitored metric, otherwise at the end of the
+    training epoch. It deletes only checkpoints that this run wrote, and only after their replacement is complete.
 
     Args:
         monitor: Metric to rank checkpoints by, a name in `trainer.callback_metrics`. The callback ignores
@@ -72,12 +72,12 @@ class Checkpoint(CheckpointCallback):
         save_last: Also keep the newest checkpoint.
         every_n_train_steps: Save every n optimizer steps; 0 disables this interval. You can combine it with
             `every_n_epochs` and `train_time_interval`.
-        every_n_epochs: Save every n epochs; 0 disables it.
+        every_n_epochs: Save every n epochs; 0 disables this interval.
         train_time_interval: Time between saves, as a timedelta or a number of minutes.
         dirpath: Folder to save to instead of the run directory; a local path or a URL such as s3://bucket/run.
             `resume="auto"` finds this run's checkpoints there.
         save_on_train_epoch_end: Save at the end of the training epoch (True) or after validation (False).
-        save_weights_only: Save only the weights, without the other state needed to resume the run.
+        save_weights_only: Save only the weights, without the rest of the state needed to resume the run.
         asynchronous: Write in the background. The previous checkpoint is deleted when the next save begins.
         share_frozen: Store frozen weights once, in `base/` beside the checkpoints, so that checkpoints contain only
             trained weights. A frozen weight that changes is stored again. None (default): True if more than half of

@@ -17,7 +17,7 @@ class ExportPretrained(Callback):
     """Writes the trained model to `pretrained/` in the run directory when `fit` ends.
 
     The model's `save_pretrained` writes the config, the generation config and the weights as safetensors; a PeftModel
-    writes only its adapter. A tokenizer or processor is saved too if it is an attribute of the task. `from_pretrained`
+    writes only its adapter. A tokenizer or processor is also saved if it is an attribute of the task. `from_pretrained`
     loads the folder. The exported weights are those that the task holds after `fit`. If the run fails or is preempted,
     nothing is written. You can then export a checkpoint with `legato export RUN DIR --format hf`.
 
@@ -25,7 +25,7 @@ class ExportPretrained(Callback):
         shard_size: Maximum size of a weights file, such as "5GB"; larger weights are split into multiple files. None:
             the library's default.
 
-    Raises TaskError if no module of the task has `save_pretrained`, and ConfigError with `whole_at_end: false`.
+    Raises TaskError if no module of the task has `save_pretrained`, and ConfigError if `whole_at_end` is false.
     """
 
     def __init__(self, shard_size: str | None = None) -> None:

@@ -14,17 +14,17 @@ if TYPE_CHECKING:
 
 
 class Profile(Callback):
-    """Records some optimizer steps of a fit as traces for Perfetto or TensorBoard's profiler plugin.
+    """Records some optimizer steps during fit as traces for Perfetto or TensorBoard's profiler plugin.
 
     Each process writes `rank-N.*.pt.trace.json`. `wait`, `warmup`, `active` and `repeat` are the arguments of
     torch.profiler.schedule.
 
     Args:
         dirpath: Local folder for the traces. None: `profile` in the run directory.
-        wait: Optimizer steps to skip, counted from the start of the fit.
+        wait: Optimizer steps to skip at the start of each cycle. The first cycle begins when fit starts.
         warmup: Optimizer steps to record and discard.
         active: Optimizer steps to record and keep.
-        repeat: Number of cycles of wait, warmup and active. 0: until the fit ends.
+        repeat: Number of cycles of wait, warmup and active. 0: repeat until fit ends.
         options: Additional arguments for torch.profiler.profile, such as `profile_memory=True`.
 
     Raises ConfigError if `dirpath` is in an object store, or if it is None and the run has no run directory.

@@ -208,7 +208,7 @@ class ExponentialMovingAverage(WeightAveraging):
     get_ema_avg_fn(decay). As with `WeightAveraging`, evaluations use the averages and `fit` leaves them in the task.
 
     Args:
-        decay: Weight of the previous average in each update, from 0 to less than 1.
+        decay: Weight of the previous average in each update; at least 0 and less than 1.
         every_n_steps: Number of optimizer steps between updates.
         start_step: First optimizer step that may update the averages, counted from 1.
         use_buffers: Average floating-point buffers in addition to parameters.

@@ -100,7 +100,7 @@ def measure_state(task: nn.Module, make_optimizers: "Callable[[], Sequence[Optim
     unknown = ""
     try:
         optimizers = make_optimizers()
-    except Exception as error:  # user code may fail in any way, without a run or on the meta device
+    except Exception as error:  # without a run and on the meta device, user code may fail in any way
         unknown = f"configure_optimizers: {type(error).__name__}"
     name = ", ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in optimizers)) or "no optimizer"
     for optimizer in optimizers:
@@ -134,7 +134,7 @@ def parse_memory(text: str) -> int:
 def measure_activations(task: "Task", batch: Any, recomputed: Sequence[str], precision: Precision) -> int:
     """Return the number of bytes that autograd saves in a training_step, plus the size of the batch.
 
-    Weights and batch are fake tensors, which have shapes and dtypes but use no memory.
+    The weights and the batch are fake tensors, which have shapes and dtypes but use no memory.
 
     Args:
         task: A task on the meta device. Its weights become fake tensors.

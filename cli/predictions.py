@@ -18,7 +18,7 @@ def write_predictions(predictions: Sequence[Any], folder: Path) -> Path:
         predictions: One result per batch, written as "predictions". With several loaders, a list of results per loader,
             written as "predictions.0", "predictions.1" and so on.
 
-    Returns the path of the file. Raises TaskError if a result contains anything but JSON values and tensors.
+    Returns the path of the file. Raises TaskError if a result contains anything other than JSON values and tensors.
     """
     # predict returns a list per loader, or the results of a single loader
     several = all(isinstance(item, list) for item in predictions)

@@ -129,7 +129,7 @@ def list_values(axes: Sequence[Axis], count: int | None, seed: int) -> list[Valu
     combinations = itertools.product(*(axis.texts for axis in axes))
     grid = [{axis.key: text for axis, text in zip(axes, texts, strict=True)} for texts in combinations]
     if count is not None:
-        # shuffled and cut, since random draws would repeat combinations
+        # shuffled and truncated, since random draws would repeat combinations
         random.Random(seed).shuffle(grid)
     return grid[:count]
 

@@ -76,7 +76,7 @@ class UnstartedRun:
     def task(self) -> "Task":
         """The task on the meta device, in the run's precision."""
         config = self.config.changed(data=None)
-        # on the CPU if "meta" fails, as when __init__ reads tensor values (timm: linspace().tolist())
+        # on the CPU if "meta" fails, for example because __init__ reads tensor values (timm: linspace().tolist())
         for device in ("meta", "cpu"):
             try:
                 with torch.device(device):

@@ -214,7 +214,7 @@ def replay_steps(
 
 
 def on_processes(processes: int, trainer: Mapping[str, Any]) -> dict[str, Any]:
-    """Return Trainer arguments with which `processes` local processes repeat the run's computation.
+    """Return Trainer arguments for repeating the run's computation on `processes` local processes.
 
     Multiple processes use the run's strategy or, if it supports only one process, ddp.
     """

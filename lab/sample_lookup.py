@@ -67,7 +67,7 @@ class SampleLookup:
         """Return the training data at a step, sharded for all replicas in this process."""
         run, start = self.build(step), self.history.start_of(step)[1]
         trainer = run.task.trainer
-        # the shares of the ranks are not recorded, and here the loader would return rank 0's share
+        # the ranks' shares are not recorded, and here the loader would return rank 0's share
         if not trainer.use_distributed_sampler and start.get("processes", 1) > 1:
             raise DataError(
                 "Each process of the run read its own share of the data, so the samples of a step are not recorded."

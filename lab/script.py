@@ -180,7 +180,7 @@ def restoring_process() -> Iterator[None]:
 
 
 def runnable(start: Mapping[str, Any]) -> tuple[str, str | None]:
-    """Return the script and module of a start. Raises ConfigError for a notebook, or if the script does not exist."""
+    """Return the script and module of a launch. Raises ConfigError for a notebook, or if the script does not exist."""
     script, module = start.get("script"), start.get("module")
     if not start:
         raise ConfigError("The run's environment.json records no start of training.")

@@ -34,11 +34,12 @@ class SpikeWatch(Callback):
     """Detects loss spikes: checks the mean loss and the unclipped gradient norm of each step.
 
     A value is a spike if it is not finite or exceeds median + factor * spread over the last `window` steps. The spread
-    is the median absolute deviation, scaled to standard deviations of a normal distribution. Spikes are excluded from
-    the median and the spread. Until there are ten previous steps (or `window` steps, if fewer), only non-finite values
-    are spikes. Steps that are skipped by nan="skip" or by the loss scaler of 16-mixed are not checked.
+    is the median absolute deviation, scaled to match the standard deviation of a normal distribution. Spikes are
+    excluded from the median and the spread. Until there are ten previous steps (or `window` steps, if fewer), only
+    non-finite values are spikes. Steps that are skipped by nan="skip" or by the loss scaler of 16-mixed are not
+    checked.
 
-    With "warn", the values are read only when the run reads from the device anyway, and warnings follow at the next
+    With "warn", the values are read only when the run reads from the device anyway, and warnings are issued at the next
     logging point. With "skip", the values are read in every step, and the update is skipped if the step is a spike.
     Weights and optimizer states are then left unchanged, but the effects of the forward pass (batch norm statistics,
     logged values) remain. Each spike is recorded as a line of `spikes.jsonl` in the run directory. To find the sample

@@ -90,7 +90,7 @@ def verify(
     Args:
         run: A run from `legato.runs`, its path or its name.
         segments: Number of segments. None: all.
-        seed: Seed for choosing the segments. Default: a random seed, which the certificate records.
+        seed: Seed for choosing the segments. Default: a random seed, which is recorded in the certificate.
         devices: Number of processes that recompute the segments. Default: if results must be bitwise identical, a
             number that differs from the run's.
         out: Folder for the certificate. Default: a new folder beside the run.
@@ -134,7 +134,7 @@ def history_of(run: AnyRun, overrides: Sequence[str] = ()) -> StudiedRun:
     """Return the history of a run. The history's `make` and `unstarted` methods create the objects for a step.
 
     Args:
-        overrides: Settings such as "trainer.devices=2". For a run that started from a config, any config key is
+        overrides: Settings such as "trainer.devices=2". For a run that was started from a config, any config key is
             accepted.
 
     Raises ConfigError if the run does not exist.

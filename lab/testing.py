@@ -38,8 +38,8 @@ def check_strategy(make: Callable[[], "Strategy | str"], processes: Sequence[int
     2. A step's gradient is the gradient of the mean loss over all samples in the step.
     3. All ranks have the same gradient and the same buffers. The buffers are those of the first replica.
     4. All ranks take the same number of steps, including ranks without a batch.
-    5. A run that is stopped and resumed ends with the same weights as an uninterrupted run. The strategy
-       must not keep any state between steps that the checkpoint does not contain.
+    5. A run that is stopped and resumed ends with the same weights as an uninterrupted run. Between steps,
+       the strategy must not keep any state that the checkpoint does not contain.
 
     A strategy may let weights differ between ranks during training. In a run with multiple ranks, its `weight_ranks`
     must then contain a single rank. All ranks must still have equal weights at the start and at the end. A rank's first
@@ -49,7 +49,7 @@ def check_strategy(make: Callable[[], "Strategy | str"], processes: Sequence[int
         make: Function that returns the strategy or the strategy's name. Called in each process.
         processes: Process counts to train with.
 
-    Raises AssertionError if a rule is broken; the message names the rule and the number of processes.
+    Raises AssertionError if a rule is broken; the message states the rule and the number of processes.
     """
     for count in processes:
         with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""MLFlowLogger: writes to MLflow with the mlflow package."""
+"""MLFlowLogger: writes to MLflow using the mlflow package."""
 
 import re
 import time
@@ -123,7 +123,7 @@ class MLFlowLogger(Logger):
             self._run_id = id_file.read_text().strip()
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int) -> None:
-        """Write a step's metrics, except those that the MLflow run already has from before a resume."""
+        """Write a step's metrics, except those that the MLflow run recorded before a resume."""
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)

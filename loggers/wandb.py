@@ -1,4 +1,4 @@
-"""WandbLogger: writes to Weights & Biases with the wandb package."""
+"""WandbLogger: writes to Weights & Biases using the wandb package."""
 
 import os
 from collections.abc import Mapping
@@ -33,7 +33,7 @@ class WandbLogger(Logger):
 
         self._run = experiment
         self._init: dict[str, Any] = {"resume": "allow"}
-        self._init.update(**init_options)  # jsonargparse finds the arguments of wandb.init through this form
+        self._init.update(**init_options)  # this form lets jsonargparse find the arguments of wandb.init
         if experiment is not None:
             self._init["id"] = experiment.id
         # latest step that W&B already has from before a resume
@@ -78,7 +78,7 @@ class WandbLogger(Logger):
             self._init["id"] = id_file.read_text().strip()
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int) -> None:
-        """Write a step's metrics, unless W&B already has that step from before a resume."""
+        """Write a step's metrics, unless W&B recorded that step before a resume."""
         if step > self._written:
             self.experiment.log({**metrics, STEP: int(step)})
 

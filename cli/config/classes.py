@@ -37,7 +37,7 @@ def argument_names(path: str) -> list[str] | None:
 
 
 def _arguments_in(file: Path, module: str, name: str) -> list[str] | None:
-    # parsed, not imported: no code of the module runs
+    # parsed, not imported: none of the module's code runs
     names = _bindings(ast.parse(file.read_bytes()).body, module, file.name == "__init__.py")
     bound = names.get(name)
     if isinstance(bound, str):  # imported from elsewhere
@@ -195,7 +195,7 @@ def load(path: str) -> Any:
         try:
             module = import_module(name)
         except (Exception, SystemExit) as error:  # a module's code may raise any exception
-            # a failed import in the module is a bug of the module, not a wrong path
+            # a failed import in the module is a bug in the module, not a wrong path
             if not isinstance(error, ModuleNotFoundError) or error.name != name:
                 raise ConfigError(f"importing {name!r} failed: {_blame(error)}") from error
             break

@@ -47,7 +47,7 @@ class KubernetesLauncher(Launcher):
         python: Python interpreter in the image.
         folder: Working directory in the container, which contains the task's modules. None: the image's default.
         port: Port on the first pod for the processes' rendezvous.
-        retries: Number of failed pods after which the Job fails; preempted pods do not count.
+        retries: Number of failed pods after which the Job fails; preempted pods are not counted.
         dry_run: Print the manifests instead of applying them.
 
     Raises ConfigError if `image` is missing.

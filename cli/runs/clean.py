@@ -123,7 +123,7 @@ def delete_locked(deletion: Deletion) -> bool:
 
 
 def remove_empty(run: Path) -> bool:
-    """Delete the empty folder of a run, or print the files left in it. Return whether the folder was deleted."""
+    """Delete a run's folder if it is empty; otherwise, print the files left in it. Return whether it was deleted."""
     try:
         run.rmdir()  # fails if a file is left, or if a new run has started
     except OSError:

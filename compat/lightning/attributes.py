@@ -41,7 +41,7 @@ class Values(dict[str, Any]):
 class LoggedMetrics(Values):
     """The values passed to loggers, as tensors.
 
-    Values that only rank 0 logs are not shared between ranks. They are added only to `callback_metrics` of rank 0.
+    Values that only rank 0 logs are not shared between ranks. They are added only to rank 0's `callback_metrics`.
     """
 
     def __init__(self, trainer: "TrainerAttributes", values: Mapping[str, Any]) -> None:

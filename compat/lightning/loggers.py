@@ -517,7 +517,7 @@ class CSVLogger(FolderParts, csv_file.CSVLogger):
 
 
 class MLFlowLogger(PlacesPoints, WithoutFiles, mlflow.MLFlowLogger):
-    """Logs to MLflow through the mlflow package."""
+    """Logs to MLflow using the mlflow package."""
 
     LOGGER_JOIN_CHAR, group_separator = "-", "/"
 
@@ -580,7 +580,7 @@ LOG_OBJECTS = (
 
 
 class WandbLogger(PlacesPoints, WithoutFiles, wandb.WandbLogger):
-    """Logs to Weights & Biases through the wandb package."""
+    """Logs to Weights & Biases using the wandb package."""
 
     LOGGER_JOIN_CHAR, group_separator = "-", "/"
 

@@ -94,7 +94,7 @@ class Profiler(ABC):
         return self.rank or 0
 
     def file_name(self, action_name: str | None = None, extension: str = ".txt") -> str:
-        """Return a file name made of the stage, `filename`, the local rank and the action, if they are set."""
+        """Return a file name composed of the stage, `filename`, the local rank and the action, if they are set."""
         parts = (self.stage, self.filename, None if self.rank is None else str(self.rank), action_name)
         name = re.sub(r'[\\/:*?"<>|\n\r\t_]+', "_", "-".join(word for word in parts if word)).strip()
         return (name or "profile") + extension

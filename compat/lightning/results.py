@@ -17,7 +17,7 @@ def only_logged(results: Sequence[dict[str, float]], logged: Container[str]) -> 
 
 
 def print_results(results: Sequence[dict[str, Tensor]], stage: str) -> None:
-    """Print a row for each metric and a column for each loader."""
+    """Print a table with a row for each metric and a column for each loader."""
     columns = [{name.partition(LOADER_MARK)[0]: _shown(value) for name, value in row.items()} for row in results]
     names = sorted({name for column in columns for name in column})
     if not names:

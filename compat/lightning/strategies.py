@@ -363,7 +363,7 @@ class FSDPStrategy(OwnBackward, FullyShard, ParallelStrategy):
 
         Args:
             auto_wrap_policy: Set of module classes to wrap. By default, Legato selects blocks by size.
-            state_dict_type: No effect. A checkpoint is a single file, which any number of processes can read.
+            state_dict_type: Has no effect, because a checkpoint is a single file that any number of processes can read.
         """
         refused = {"mixed_precision": mixed_precision, "device_mesh": device_mesh, **kwargs}
         for name, value in refused.items():

@@ -56,7 +56,7 @@ def get_init_args(frame: FrameType) -> Any:
 
 
 def seed_everything(seed: int | None = None, workers: bool = False, verbose: bool = True) -> int:
-    """Seed the generators of Python, NumPy and torch, set PL_GLOBAL_SEED, and return the seed.
+    """Seed the random number generators of Python, NumPy and torch, set PL_GLOBAL_SEED, and return the seed.
 
     Args:
         seed: The seed. None: the environment variable PL_GLOBAL_SEED, or 0 if it is not set.

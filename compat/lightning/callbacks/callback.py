@@ -51,7 +51,7 @@ class Callback(callback.Callback):
         """Restore the state when a run is resumed."""  # packages compare their annotation with this one
 
     def _generate_state_key(self, **kwargs: Any) -> str:
-        """Return a `state_key` made of the class name and the keyword arguments."""
+        """Return a `state_key` composed of the class name and the keyword arguments."""
         return f"{type(self).__qualname__}{kwargs!r}"
 
     @property

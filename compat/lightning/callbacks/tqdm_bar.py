@@ -22,7 +22,7 @@ SECONDS_WITHOUT_TERMINAL = 10.0
 
 
 class Tqdm(tqdm):  # type: ignore[type-arg]
-    """A tqdm bar with numbers of constant width."""
+    """A tqdm bar that shows numbers with a constant width."""
 
     monitor_interval = 0
     """0 disables tqdm's monitor thread, which would outlive the run."""
