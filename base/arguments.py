@@ -277,7 +277,7 @@ def documented_arguments(docstring: str | None) -> dict[str, str]:
 
 
 def problems(arguments: Mapping[str, Any], build: Build = lambda value, key, base: (value, [])) -> list[Problem]:
-    """Return the mistakes in arguments for the Trainer, with keys ("trainer", name).
+    """Return the mistakes in the Trainer's arguments, with keys ("trainer", name).
 
     Args:
         build: Function that checks a mapping with `_target_`. By default, such mappings are accepted unchecked.

@@ -16,7 +16,7 @@ class Stateful(Protocol):
     """An object whose state is stored in checkpoints, as in torch.distributed.checkpoint."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state: plain containers, numbers, strings and tensors. Called on every rank."""
+        """Return the state as plain containers, numbers, strings and tensors. Called on every rank."""
         ...
 
     def load_state_dict(self, state: Any, /) -> None:

@@ -12,7 +12,7 @@
     `-- WorkerError       (RuntimeError)     a process of the run failed; contains the process's rank and traceback
 
 A message says what was expected, what was found and what to do. For a common mistake, it ends with the incorrect and
-the correct line of code (see `correction`).
+correct lines of code (see `correction`).
 """
 
 import difflib

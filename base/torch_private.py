@@ -109,7 +109,7 @@ def version_of(tensor: Tensor) -> int:
 
 @contextmanager
 def faking_tensors() -> Iterator[str]:
-    """Create fake tensors (without memory) in this context. Yields the device on which to create them."""
+    """Create fake tensors (without memory) in this context. Yields the device to create them on."""
     # not the device "meta", on which autocast has no effect and all activations would have full precision
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -352,7 +352,7 @@ def reader_of(batches: Any) -> tuple[Callable[[], Any], float]:
 
 
 def read_on(batches: Any, count: int) -> Callable[[], Any]:
-    """Return the function that reads further batches after the function from `reader_of` has read `count` batches."""
+    """Return the function that reads more batches once the function from `reader_of` has read `count` batches."""
     # torch needs the count to warn about batches beyond the declared length
     batches._num_yielded = count
     return batches.__next__  # type: ignore[no-any-return]

@@ -66,7 +66,7 @@ class RunResult:
 def needs_workers(trainer: "Trainer", request: Request) -> bool:
     """Return whether this process must start workers.
 
-    This is necessary if the strategy needs several workers and no launcher has started them. The result is also True in
+    This is necessary if the strategy needs multiple workers and no launcher started them. The result is also True in
     a launcher's process that serves other processes instead of running the loop.
     """
     place = find_place(trainer.cluster)

@@ -75,7 +75,7 @@ class LoopState:
 
 @dataclass
 class RunData:
-    """A run's loaders, and values derived from them. With `reload_dataloaders_every_n_epochs`, both are replaced."""
+    """A run's loaders and values derived from them. `reload_dataloaders_every_n_epochs` replaces both."""
 
     keys_forward: bool
     """Whether to key the generators before each batch's forward pass; if False, loading the batch has done so."""

@@ -326,7 +326,7 @@ def training_data(
     ranks: Ranks = SINGLE,
     count: Callable[[Any], int] | None = None,
 ) -> TrainingData:
-    """Return the data of a training loader, distributed by position if possible, else as a stream.
+    """Return the data of a training loader, distributed by position if possible, otherwise as a stream.
 
     Args:
         ranks: the ranks that check, in each epoch, that they are reading the same data.

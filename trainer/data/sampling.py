@@ -112,7 +112,7 @@ def _encrypt(values: UInt64Array, network: _Network) -> UInt64Array:
 
 
 def _scramble(words: UInt64Array, key: np.uint64) -> UInt64Array:
-    """Hash words below 2^32 under a key; multiplications wrap around at 2^64."""
+    """Hash words below 2^32 with a key; multiplications wrap around at 2^64."""
     mixed = words ^ key
     mixed *= np.uint64(FIRST)
     mixed ^= mixed >> np.uint64(32)
@@ -221,7 +221,7 @@ class Deal:
         return min(step * in_step, self.samples), min((step + 1) * in_step, self.samples)
 
     def spans(self, step: int, replicas: range, leaders: Sequence[range] = ()) -> list[BatchSpan]:
-        """Return the non-empty batches of a step for some replicas, ordered by replica and then by round.
+        """Return the non-empty batches of a step for the given replicas, ordered by replica and then by round.
 
         Args:
             leaders: blocks of other processes' replicas. The first batches of the block with the most batches are

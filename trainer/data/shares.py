@@ -1,4 +1,4 @@
-"""Shares: detection of processes that read different shares of the data, by comparing the samples they read."""
+"""Shares: detects processes that read different shares of the data by comparing the samples they read."""
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence

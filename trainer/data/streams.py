@@ -192,7 +192,7 @@ class StreamData:
         return batches
 
     def _next_epoch(self, epoch: int, state: dict[str, Any]) -> Iterator[Any]:
-        """Return an iterator over `epoch`, given the previous epoch's `state` of a loader that counts epochs itself."""
+        """Return an iterator over `epoch` of a loader that counts epochs itself, given its `state` in the last one."""
         self.opened, self.ended, self.is_restored = epoch, False, True
         self.loader.load_state_dict(state)
         batches: Iterator[Any] = read_loader(self.loader)

@@ -501,11 +501,11 @@ class ManualOptimizer:
         self._optimization = optimization
 
     def step(self, closure: Any = None, **options: Any) -> Any:
-        """Step the optimizer with the options, and return the result."""
+        """Step the optimizer with the given options, and return the result."""
         return self._optimization.manual_step(self.optimizer, closure, **options)
 
     def zero_grad(self, *arguments: Any, **options: Any) -> None:
-        """Clear the gradients, so that the closure of this step computes them again."""
+        """Clear the gradients, so that this step's closure recomputes them."""
         if self._optimization is not None:
             self._optimization.are_cleared = True
         self.optimizer.zero_grad(*arguments, **options)

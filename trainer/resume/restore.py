@@ -27,10 +27,10 @@ log = logging.getLogger("legato")
 
 # --- loop state and weights -------------------------------------------------------------------------------------------
 def start_state(trainer: "Trainer", saved: Mapping[str, Any] | None) -> None:
-    """Set the trainer's state to the start of a run or to a checkpoint's state.
+    """Set the trainer's state to that of a new run or of a checkpoint.
 
-    A resumed run keeps its seed: if the trainer's seed differs, a message says that it is ignored. Raises ConfigError
-    if the trainer has a different number of replicas.
+    A resumed run keeps its seed: if the trainer has a different seed, a message says that this seed is ignored. Raises
+    ConfigError if the trainer has a different number of replicas.
     """
     state, asked, processes = trainer.state, trainer.replicas, trainer.strategy.data_ranks.size
     if saved is not None and "state" in saved:
@@ -155,7 +155,7 @@ def _other_class(name: str, was: str, now: str) -> CheckpointError:
 
 
 def changed_schedule(trainer: "Trainer", before: Mapping[str, Any], index: int) -> dict[str, tuple[Any, Any]]:
-    """Return the saved and the current value of each scheduler setting that differs from the checkpoint, by name."""
+    """Return the saved and current values of each scheduler setting that differs from the checkpoint, by name."""
     now = fingerprint.section_of(trainer.current_run.fingerprint, f"schedulers.{index}")
     was = fingerprint.section_of(before, f"schedulers.{index}")
     return {name: (was[name], now[name]) for name in now.keys() & was.keys() if was[name] != now[name]}

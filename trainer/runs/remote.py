@@ -42,7 +42,7 @@ class RemoteLock(RunLock):
     """Exclusive right to write to a run directory in a store.
 
     While a run holds the lock, the local folder is mirrored to the store. The lock on the local folder detects a dead
-    holder at once. The lock object in the store excludes other machines.
+    holder at once. The lock object in the store locks out other machines.
     """
 
     def __init__(self, folder: Path, stage: str) -> None:
@@ -165,7 +165,7 @@ def lock_of(folder: Location, stage: str) -> "RunLock | ObjectLock":
 
 # --- run directories in a store ---------------------------------------------------------------------------------------
 def names_in(folder: Address) -> list[str]:
-    """Return the names in a folder of a store; [] if the folder does not exist. Raises ConfigError."""
+    """Return the names in a store's folder; [] if the folder does not exist. Raises ConfigError."""
     try:
         entries = retried(folder, connect(folder).ls, folder, detail=False)
     except FileNotFoundError:
@@ -207,7 +207,7 @@ def refresh(folder: Path) -> Path:
 
 
 def copy_of(root: Address) -> Path:
-    """Download what readers of runs need from an address. Return the local folder, which is deleted at exit."""
+    """Download the files that readers of runs need. Return the local folder, which is deleted at exit."""
     area = f"read-{os.getpid()}"  # not the folder to which a run on this machine may be writing
     folder = local_folder(root, area)
     atexit.register(shutil.rmtree, cache_folder() / area, ignore_errors=True)

@@ -130,7 +130,7 @@ def flat_config(text: str) -> dict[str, Any]:
 
 
 def _owns(directory: Path, stage: str) -> bool:
-    """Return whether a call may write the file. An evaluation must not overwrite the record of its training run."""
+    """Return whether a call may write to the file. An evaluation must not overwrite the record of its training run."""
     # an evaluation may run in the directory of its training
     return read(directory).get("stage") == stage
 
