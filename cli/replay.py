@@ -28,7 +28,7 @@ def run_replay(options: Namespace) -> None:
     """Run `legato replay`."""
     values, overrides = read_words(options.words, ("step", "until", "replica"), ("save",))
     if "step" not in values:
-        raise ConfigError("legato replay needs a run and a step, such as legato replay RUN step=1000 until=2000.")
+        raise ConfigError("legato replay needs a run and a step, for example: legato replay RUN step=1000 until=2000")
     first, last = int(values["step"]), int(values.get("until", values["step"]))
     check_steps(first, last)
     replica = int(values["replica"]) if "replica" in values else None

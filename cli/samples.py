@@ -23,7 +23,7 @@ def run_samples(options: Namespace) -> None:
     """Print the samples in a step, or the steps that used a sample."""
     values, overrides = read_words(options.words, ("step", "replica", "until"), ("index",))
     if ("step" in values) == ("index" in values) or (options.blame and "index" in values):
-        raise ConfigError("legato samples needs a run and step=N or index=N, such as legato samples RUN step=1234.")
+        raise ConfigError("legato samples needs a run and step=N or index=N, for example: legato samples RUN step=1234")
     step, replica, until = (int(values[name]) if name in values else None for name in ("step", "replica", "until"))
     history = history_of(options.run, overrides)
     lookup = SampleLookup(history, history.unstarted)

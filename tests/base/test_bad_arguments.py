@@ -202,8 +202,8 @@ class Scheduled(Tiny):
 @pytest.mark.parametrize(
     ("task", "message"),
     [
-        (NoOptimizer, "1 optimizers, but the task now returns 0"),
-        (Scheduled, "0 learning rate schedulers, but the task now returns 1"),
+        (NoOptimizer, "1 optimizers, but the task returns 0"),
+        (Scheduled, "0 learning rate schedulers, but the task returns 1"),
     ],
 )
 def test_other_optimizers_than_in_the_checkpoint(trainer, saved, task, message):

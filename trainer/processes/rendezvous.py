@@ -245,8 +245,8 @@ def _await_all_ranks(store: "Store", rank: int, world_size: int, address: Rendez
         # counted, not set: otherwise two processes with the same rank would meet, and gloo hangs when it connects them
         if store.add(f"rank {rank}", 1) > 1:
             raise ConfigError(
-                f"Rank {rank} of {world_size} has already joined at {address}. Another run may use this address, or "
-                f"two processes have the same RANK."
+                f"Rank {rank} of {world_size} has already joined at {address}. Another run may be using this address, "
+                f"or two processes have the same RANK."
             )
         arrived = store.add("arrived", 1)
         while arrived < world_size and not failure:

@@ -344,7 +344,7 @@ def _require_complete(trainer: "Trainer", saved: Mapping[str, Any]) -> None:
     ):
         if len(current) != len(states):
             raise CheckpointError(
-                f"The checkpoint has {len(states)} {kind}, but the task now returns {len(current)}. Return as many."
+                f"The checkpoint has {len(states)} {kind}, but the task returns {len(current)}. Return {len(states)}."
             )
 
 
