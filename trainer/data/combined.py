@@ -326,7 +326,7 @@ class CombinedSource:
         return EpochOrder(self.length, lambda positions: positions, size_of, parts=parts)
 
     def batches_of(self, order: EpochOrder, deal: Deal, dealing: Dealing, start_step: int, epoch: int) -> Iterator[Any]:
-        """Yield the combined batches of a process from `start_step` on, in the order of `Deal.spans`."""
+        """Yield a process's combined batches, starting at `start_step`, in the order of `Deal.spans`."""
         orders = order.by_loader()
         pieces = (part.batches_of(orders[part.name], deal, dealing, start_step, epoch) for part in self.parts)
         return map(self.loader.fill, zip(*pieces, strict=False))

@@ -248,7 +248,7 @@ class EvaluationData:
                 source.source.drop_last = False  # `counts` omits the short batch; a full one must not be dropped
 
     def batches(self, epoch: int, limit: int | None = None) -> Iterator[ReplicaBatch]:
-        """Yield this process's batches of every loader.
+        """Yield this process's batches from every loader.
 
         Args:
             limit: maximum number of batches per loader, over all replicas.

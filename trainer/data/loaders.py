@@ -185,7 +185,7 @@ class MapLoader:
         return positions // self.batch_size if self.drop_last else -(-positions // self.batch_size)
 
     def batches_of(self, order: EpochOrder, deal: Deal, dealing: Dealing, start_step: int, epoch: int) -> Iterator[Any]:
-        """Yield the collated batches of a process from `start_step` on, in the order of `Deal.spans`."""
+        """Yield a process's collated batches, starting at `start_step`, in the order of `Deal.spans`."""
         batches = DealtBatches(deal, dealing.replicas, order, start_step, epoch, dealing.leaders, self.chunk)
         if self.sibling is None or self.batches is None:
             self.batches = batches

@@ -55,7 +55,7 @@ class MetricStates:
         """Collect the metrics in `task`.
 
         Args:
-            replicas: the replicas of this process.
+            replicas: this process's replicas.
             by_replica: whether to keep separate states per replica even if they could be merged early.
         """
         self.task, self.replicas, self.by_replica = task, list(replicas), by_replica
@@ -222,7 +222,7 @@ def held_by(metric: Any) -> States:
 
 
 def copied(states: States) -> States:
-    """Copy states; lists are copied shallowly, because their tensors never change in place."""
+    """Copy states; lists are copied shallowly, because their tensors are never changed in place."""
     return {
         name: list(value) if isinstance(value, list) else value.clone() if isinstance(value, Tensor) else value
         for name, value in states.items()

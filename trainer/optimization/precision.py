@@ -59,7 +59,7 @@ class Precision:
             self.forward_context = partial(_default_dtype, self.weights_dtype)
 
     def cast_anew(self) -> None:
-        """Make autocast cast weights at each use, because an update within training_step makes cached casts stale."""
+        """Make autocast cast weights each time, because an update within training_step makes cached casts stale."""
         if self.autocast_dtype is not None:
             self.forward_context = partial(_cast_anew, self.forward_context)
 
