@@ -1,4 +1,4 @@
-"""GradientAccumulationScheduler: changes accumulate_grad_batches at the beginning of epochs."""
+"""GradientAccumulationScheduler: changes accumulate_grad_batches at the start of chosen epochs."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any

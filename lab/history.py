@@ -25,7 +25,7 @@ log = logging.getLogger("legato")
 
 @dataclass(frozen=True)
 class CheckpointRecord:
-    """Metadata of a checkpoint from which a run can resume, without tensors."""
+    """Metadata of a checkpoint that a run can resume from, without tensors."""
 
     path: Location
     state: State
@@ -64,7 +64,7 @@ class RunHistory:
 
     @cached_property
     def checkpoints(self) -> list[CheckpointRecord]:
-        """Complete checkpoints from which the run can resume, oldest first."""
+        """Complete checkpoints that the run can resume from, oldest first."""
         identity, records = identity_of(self.directory), dict[int, CheckpointRecord]()
         for number, folder in enumerate(self.folders):
             stored = folder_at(folder)
@@ -87,11 +87,11 @@ class RunHistory:
         return [records[step] for step in sorted(records)]
 
     def before(self, step: int) -> CheckpointRecord | None:
-        """Return the newest checkpoint saved before a step, or None."""
+        """Return the latest checkpoint saved before a step, or None."""
         return next((record for record in reversed(self.checkpoints) if record.step < step), None)
 
     def near(self, step: int) -> CheckpointRecord | None:
-        """Return the oldest checkpoint at or after a step. If there is none, return the newest one before the step."""
+        """Return the earliest checkpoint at or after a step or, if there is none, the latest one before it."""
         return next((record for record in self.checkpoints if record.step >= step), self.before(step))
 
     @cached_property

@@ -73,7 +73,7 @@ class Replayed:
 
     history: RunHistory
     source: CheckpointRecord | None
-    """The checkpoint from which the replay started; None: the start of the run."""
+    """The checkpoint that the replay started from; None: the start of the run."""
     last: int
     """The last step to compare."""
     directory: Path

@@ -251,7 +251,7 @@ class Verification:
 
 
 def processes_for(start: Mapping[str, Any]) -> int:
-    """Return the number of processes that recompute a start's steps.
+    """Return the number of processes that recompute the steps of a launch.
 
     If results must be bitwise identical, a number other than the run's is chosen where possible.
     """

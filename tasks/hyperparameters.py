@@ -77,7 +77,7 @@ class Hyperparameters:
         self.hparams.update({name: value for name, value in arguments.items() if name not in ignored})
 
     def record_configs(self, configs: Mapping[str, tuple[Any, Any]]) -> None:
-        """Record the config from which each of these `__init__` arguments was built.
+        """Record the config that each of these `__init__` arguments was built from.
 
         `configs` maps an argument's name to the pair (object, config). Checkpoints and loggers then receive the config,
         which is plain data, instead of the object.

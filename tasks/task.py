@@ -256,7 +256,7 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
             add_dataloader_idx: With several loaders, append `/dataloader_idx_N` to the name.
             batch_size: Weight to use instead of the number of samples: a number or a tensor with one value.
             rank_zero_only: Log only rank 0's value.
-            enable_graph, sync_dist_group, metric_attribute: Accepted for compatibility with Lightning, without effect.
+            enable_graph, sync_dist_group, metric_attribute: Accepted for compatibility with Lightning; no effect.
 
         Raises TaskError outside of a run.
         """

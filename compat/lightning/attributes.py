@@ -255,7 +255,7 @@ class TrainerAttributes(OwnParts, Trainer):
 
     @property
     def ckpt_path(self) -> str | Path | None:
-        """The checkpoint from which the run started, or the checkpoint that was set for the next run."""
+        """The checkpoint that the run started from, or the one that was set for the next run."""
         path: str | Path | None = self.__dict__.get("_ckpt_path")
         source = getattr(self.run, "source", None)  # unknown until the processes of the call have joined
         return str(source) if path is None and source is not None else path

@@ -1,4 +1,4 @@
-"""`legato convert`: converts a checkpoint to a file from which Lightning can resume."""
+"""`legato convert`: converts a checkpoint to a file that Lightning can resume from."""
 
 from argparse import Namespace
 from pathlib import Path

@@ -14,7 +14,7 @@ def is_requeued_by_default() -> bool:
 
 
 def store_checkpoint(root: Any, path: Any) -> None:
-    """Store the path of the checkpoint from which this SLURM job resumes after a requeue."""
+    """Store the path of the checkpoint that this SLURM job resumes from after a requeue."""
     if slurm_job() is not None:
         _note(root).write_text(str(Path(path).absolute()))
 

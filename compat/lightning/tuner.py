@@ -127,7 +127,7 @@ class LearningRateSweep(Callback):
         return self.results["lr"][step]
 
     def plot(self, suggest: bool = False, show: bool = False, ax: Any = None) -> Any:
-        """Return a matplotlib figure of the loss over the learning rate. `suggest` marks the suggested learning rate.
+        """Return a matplotlib figure of loss against learning rate. `suggest` marks the suggested learning rate.
 
         Raises ConfigError if matplotlib is not installed.
         """

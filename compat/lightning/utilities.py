@@ -164,7 +164,7 @@ def grad_norm(module: nn.Module, norm_type: float | int | str, group_separator: 
 def measure_flops(
     model: nn.Module, forward_fn: Callable[[], Tensor], loss_fn: Callable[[Tensor], Tensor] | None = None
 ) -> int:
-    """Return the number of floating-point operations of a forward pass and, if `loss_fn` is set, its backward pass."""
+    """Return the number of floating-point operations in a forward pass and, if `loss_fn` is set, its backward pass."""
     with FlopCounterMode(display=False) as counter:
         output = forward_fn()
         if loss_fn is not None:
