@@ -108,9 +108,9 @@ def main() -> None:
     print(f"A state of {size / 1e6:,.0f} MB in {len(state['state_dict']) * 4:,} tensors; best and median of 5 rounds\n")
     print(f"{'':52}{'best s':>9}{'median':>9}{'of a synchronous save':>22}")
     for name, values in times.items():
-        ratio = f"{100 * best[name] / at_once:.0f} %"
+        ratio = f"{100 * best[name] / at_once:.0f}%"
         print(f"{name:52}{best[name]:9.3f}{statistics.median(values):9.3f}{ratio:>22}")
-    print(f"{'first stall (allocates memory)':52}{first_stall:9.3f}{'':9}{100 * first_stall / at_once:>20.0f} %")
+    print(f"{'first stall (allocates memory)':52}{first_stall:9.3f}{'':9}{100 * first_stall / at_once:>20.0f}%")
     print(f"\nHost memory of a background save: {more / size:.2f} times the state.")
 
 

@@ -302,7 +302,7 @@ class Checkpoint(CheckpointCallback):
         if idle and trainer.is_global_zero:
             log.warning(
                 "Checkpoint: no checkpoint was saved by step %d. With save_last=False, a checkpoint requires a value "
-                "of %r, but no validation ran at the steps to be saved. Set val_check_interval to match these steps.",
+                "of %r, but validation did not run at a step where one was due. Set val_check_interval accordingly.",
                 trainer.global_step, self.monitor,
             )  # fmt: skip
         if not trainer.state.epoch_ended:

@@ -62,7 +62,7 @@ class ThroughputMonitor(Callback):
             workers = getattr(trainer.train_dataloader, "num_workers", None)
             advice = "Make it faster" if workers is None else f"Raise its num_workers (now {workers})"
             share = 100 * self._waited / seconds
-            log.warning("Training spends %.0f %% of its time waiting for the training loader. %s.", share, advice)
+            log.warning("Training spends %.0f%% of its time waiting for the training loader. %s.", share, advice)
         values = {
             "throughput/samples_per_second": (trainer.state.samples_seen - self._samples) / seconds,
             "throughput/steps_per_second": (step - self._step) / seconds,

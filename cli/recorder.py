@@ -1,4 +1,4 @@
-"""Recorder: the callback of `legato check` that measures a few steps on every rank."""
+"""Recorder: the callback that `legato check` uses to measure a few steps on every rank."""
 
 import json
 import resource

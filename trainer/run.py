@@ -378,7 +378,7 @@ class Run(Call):
     def end_steps(self) -> None:
         """Check the losses of the epoch's steps, and publish the latest step's values if they were not logged.
 
-        Raises DataError if there was no step, TaskError if no step had a loss.
+        Raises DataError if there were no steps, or TaskError if no step had a loss.
         """
         # streams are compared at their end: agreeing at every step would cost one collective per step
         if self.training_data.amount_read:

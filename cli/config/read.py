@@ -520,7 +520,7 @@ def _environment(name: str, *default: Any) -> Any:
     value = get_variable(name)
     if value is None and not default:
         raise ConfigError(
-            f"the environment variable {name} is not set. Set it, or write a default: ${{env:{name},value}}"
+            f"the environment variable {name} is not set. Set it, or provide a default: ${{env:{name},value}}"
         )
     if value is not None and not value.isascii():
         value.encode()  # raises ValueError for invalid UTF-8

@@ -73,7 +73,7 @@ class SlurmLauncher(Launcher):
         for option in self.options:
             if option in _SET or not re.fullmatch(r"[a-z][a-z0-9-]*", option):
                 raise ConfigError(
-                    f"launcher.options.{option}: expected a long sbatch option without dashes, such as constraint. "
+                    f"launcher.options.{option}: expected a long sbatch option without the dashes, such as constraint. "
                     f"The launcher itself sets {', '.join(_SET)}."
                 )
 

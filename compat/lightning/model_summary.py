@@ -101,7 +101,7 @@ class ModelSummary:
 
     @property
     def named_modules(self) -> list[tuple[str, nn.Module]]:
-        """The names and modules in the summary. `max_depth` selects none, the direct children or all submodules."""
+        """Names and modules in the summary: none, the direct children or all submodules, depending on `max_depth`."""
         if self.max_depth == 0:
             return []
         return list(self.model.named_children()) if self.max_depth == 1 else list(self.model.named_modules())[1:]

@@ -225,7 +225,7 @@ class Deal:
 
         Args:
             leaders: blocks of other processes' replicas. The first batches of the block with the most batches are
-                appended until this process has as many.
+                appended until this process has as many batches as that block.
         """
         # `span` is inlined, as this runs in every step
         full, samples, last, spans, count = self.batch_size, self.samples, self.rounds - 1, [], self.count

@@ -12,7 +12,7 @@ from ...base.tensors import plain_tensors
 from ..processes.ranks import Ranks
 
 PAUSE_PER_SECOND = 250
-"""Ratio of the time between comparisons to the time that a comparison takes; it limits the cost to 0.4 %."""
+"""Ratio of the time between comparisons to the time that a comparison takes; it limits the cost to 0.4%."""
 
 
 class DriftGuard:

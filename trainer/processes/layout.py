@@ -1,4 +1,4 @@
-"""Checks the layout of a run's processes over nodes and devices against the config, and prints it."""
+"""Checks the layout of a run's processes across nodes and devices against the config, and prints it."""
 
 import socket
 from collections.abc import Callable, Sequence

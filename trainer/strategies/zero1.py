@@ -102,8 +102,8 @@ class Zero1Strategy(DDPStrategy):
         returned = super().optimizer_step(optimizer, closure, **options)
         if before is not None and not same_states(before, generator_states()):
             raise ConfigError(
-                f"{type(original).__name__} draws random numbers, which under zero1 depend on the number of processes. "
-                f"Therefore, reproducible=bitwise is impossible. Use strategy ddp, or reproducible=order."
+                f"{type(original).__name__} draws random numbers, which under zero1 depend on the number of processes, "
+                f"so reproducible=bitwise cannot be used. Use strategy ddp, or reproducible=order."
             )
         return returned
 

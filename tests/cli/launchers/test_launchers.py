@@ -106,7 +106,7 @@ def launch(*words):
         ("launcher=slurm launcher.partion=a", "not an argument of the launcher 'slurm'. Did you mean 'partition'?"),
         ("launcher=ray launcher.cpus_per_process=two", "launcher.cpus_per_process must be int"),
         ("launcher=slurm launcher.options={signal: USR2}", "launcher.options.signal: expected a long sbatch option"),
-        ("launcher=slurm launcher.options={-p: gpu}", "expected a long sbatch option without dashes"),
+        ("launcher=slurm launcher.options={-p: gpu}", "expected a long sbatch option without the dashes"),
         (
             "launcher=slurm trainer.devices=auto",
             "devices='auto' .* Set trainer.devices to the number per node",
