@@ -43,7 +43,7 @@ class Logger:
 
         Args:
             run_dir: The run directory.
-            resume_step: Step of the checkpoint that the run resumes from; None in a new run. Discard the points of
+            resume_step: Step of the checkpoint that the run resumes from; None for a new run. Discard the points of
                 later steps, keep all others, and do not write kept points again.
         """
         self._directory, self._is_open = Path(run_dir), True

@@ -108,7 +108,7 @@ def use_closures(call: Any, optimization: Optimization) -> None:
         raise ConfigError(
             f"{needed[0]} evaluates the loss several times a step, which requires a single process, replica, device "
             f"and optimizer, and rules out precision 16-mixed and nan=skip. Otherwise, set "
-            f"automatic_optimization = False and call optimizer.step(closure) in training_step; strategy ddp then "
+            f"automatic_optimization = False and call optimizer.step(closure) in training_step; strategy=ddp then "
             f"requires one process per replica."
         )
     optimization.losses, optimization.needs_closure = [], bool(needed)

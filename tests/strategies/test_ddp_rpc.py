@@ -165,7 +165,7 @@ REFUSED = {
     "norm": (Ratings, {"gradient_clip_val": 1.0}, "no process has all gradients; clip by value"),
     "half": (Ratings, {"precision": "16-mixed"}, "does not support precision=16-mixed"),
     "skip": (Ratings, {"nan": "skip"}, "does not support nan=skip"),
-    "sync": (Ratings, {"sync_batchnorm": True}, "strategy ddp_rpc does not support sync_batchnorm=true"),
+    "sync": (Ratings, {"sync_batchnorm": True}, "strategy=ddp_rpc does not support sync_batchnorm=true"),
     "compile": (Ratings, {"compile": True}, "does not support compile"),
     "twice": (Ratings, {"recheck_every": 5, "deterministic": True}, "does not support recheck_every"),
     "backward": (OwnBackward, {}, "an overridden backward"),

@@ -344,7 +344,7 @@ BAD = [
     (Chain, 2, {"split": [0, 7]}, "expected 'auto'"),
     (Chain, 8, {"devices_per_replica": 8}, "7 blocks .* cannot be split into 8 parts"),
     (Chain, 2, {"micro_batches": 0}, "expected micro_batches >= 1, got 0"),
-    (Chain, 2, {"elastic": True}, "elastic=true needs strategy ddp"),
+    (Chain, 2, {"elastic": True}, "elastic=true needs strategy=ddp"),
     (Placed, 2, {"split": [3, 4]}, None),
     (Unsaid, 2, {}, r"def configure_blocks\(self\): return"),
     (Tied, 2, {}, "net.2.weight and net.6.weight are the same tensor, but they belong to parts 0 and 1"),

@@ -186,7 +186,7 @@ REFUSED = [
         "selects one device, but trainer.devices=1 selects others. Set accelerator=emul",
     ),
     ({"devices": [1]}, "expected emul device indices below 1"),
-    ({"devices": [0, 0], "strategy": "data_parallel"}, "To share a device, use several processes (strategy ddp)"),
+    ({"devices": [0, 0], "strategy": "data_parallel"}, "To share a device, use several processes (strategy=ddp)"),
     (
         {"devices": [0, 0], "strategy": {"name": "ddp_model_parallel"}},
         "for one process, which needs distinct devices",

@@ -84,7 +84,7 @@ def test_a_quantized_base_is_saved_and_resumed_exactly(tmp_path, layout):
 
 def test_a_quantized_base_that_cannot_be_cut_is_refused_by_name(tmp_path):
     with pytest.raises(
-        ConfigError, match=r"fsdp shards each weight.*base\.0\.weight \(Int8Tensor\).*Use strategy ddp or zero1"
+        ConfigError, match=r"fsdp shards each weight.*base\.0\.weight \(Int8Tensor\).*Use strategy=ddp or zero1"
     ):
         fit(tmp_path, Quantized, samples(), 1, **{**TWO, "strategy": "fsdp"})
 

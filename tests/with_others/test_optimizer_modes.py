@@ -151,7 +151,7 @@ def test_two_processes_train_and_resume_as_one_does(tmp_path, strategy):
 
 
 def test_zero1_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"AdamWScheduleFree swaps all weights .* Use strategy ddp or fsdp"):
+    with pytest.raises(ConfigError, match=r"AdamWScheduleFree swaps all weights .* Use strategy=ddp or fsdp"):
         fit(Free(), tmp_path, devices=2, strategy="zero1")
 
 

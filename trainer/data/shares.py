@@ -26,7 +26,7 @@ WRITTEN = (str, bytes, int, float, complex, type(None))
 # The error of strategies whose processes run in lockstep
 LOCKSTEP = (
     "Each process reads its own share of the data, which may be uneven, but under this strategy all processes must run "
-    "the same number of batches. Let each process read all of the data, which Legato distributes, or use strategy ddp."
+    "the same number of batches. Let each process read all of the data, which Legato distributes, or use strategy=ddp."
 )
 
 # A hash for each tensor, number and string in a sample; None for a value that differs between readings

@@ -75,13 +75,13 @@ def _refuse_in_step(run: Any, size: int, sync_grads: bool) -> None:
     if doing == "train" and strategy.cuts_batches:
         raise TaskError(
             f"training_step calls all_gather {option}on a part of its batch, because strategy {strategy.name!r} splits "
-            f"batches. Use strategy ddp, in which each process receives complete batches."
+            f"batches. Use strategy=ddp, in which each process receives complete batches."
         )
     if doing == "train" and (run.local_replicas > 1 or run.members_change):
         raise TaskError(
             f"training_step calls all_gather {option}over {replicas} replicas, which take turns on {processes}"
             f"{' that may die' if run.members_change else ''}. Results of later replicas do not exist yet. Start "
-            f"{replicas} processes (strategy ddp, not elastic), or set trainer.replicas to the number of processes."
+            f"{replicas} processes (strategy=ddp, not elastic), or set trainer.replicas to the number of processes."
         )
     if size > 1 and not _all_take_part(run):
         stage = {"train": "training", "sanity_check": "validation"}.get(doing, doing)

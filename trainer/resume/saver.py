@@ -227,8 +227,8 @@ class Saver:
     def save_after_error(self, path: Location, weights_only: bool = False) -> bool:
         """Write a checkpoint of the last finished step from an `on_exception` hook. Return whether it was written.
 
-        A step or validation in progress is discarded, and is repeated after a resume. If the run has several processes,
-        nothing is written, because other processes may have failed or may be in another step.
+        A step or validation in progress is discarded and is repeated when the run resumes. If the run has several
+        processes, nothing is written, because other processes may have failed or may be in another step.
         """
         trainer, run = self.trainer, self.trainer.current_run
         if run.stage != "fit" or not run.is_complete or not trainer.global_step:

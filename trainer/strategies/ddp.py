@@ -250,7 +250,7 @@ class DDPStrategy(GroupStrategy):
                 f"Step {self.task.global_step + 1} produced no gradient on rank {self.place.rank} for "
                 f"{first_names([names[int(index)] for index in indices.group(1).split()])}. Remove parameters that no "
                 f"loss uses, or freeze them with requires_grad_(False). If only some batches use these parameters, set "
-                f"find_unused_parameters=true for strategy ddp."
+                f"find_unused_parameters=true for strategy=ddp."
             ) from error
 
 

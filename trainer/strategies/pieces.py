@@ -72,7 +72,7 @@ def split(batch: Any, sizes: Sequence[int], devices: Sequence[torch.device] | No
     if not is_split:
         raise DataError(
             f"This strategy splits a batch along the first dimension of its tensors, but a batch of type "
-            f"{type(batch).__name__} has no tensor with {samples} entries along this dimension. Use strategy ddp, "
+            f"{type(batch).__name__} has no tensor with {samples} entries along this dimension. Use strategy=ddp, "
             f"which does not split batches, and leave micro_batches out."
         )
     return pieces
@@ -155,5 +155,5 @@ def combine_losses(outputs: Sequence[Any], sizes: Sequence[int], device: torch.d
 def _differ(aspect: str, values: list[Any]) -> TaskError:
     return TaskError(
         f"The step ran on {len(values)} pieces of a batch and returned outputs with different {aspect}: {values}. "
-        f"Return the same structure for every piece, or use strategy ddp without micro_batches."
+        f"Return the same structure for every piece, or use strategy=ddp without micro_batches."
     )

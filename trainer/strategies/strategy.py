@@ -139,7 +139,7 @@ class Strategy:
         if place.world_size > 1:
             raise ConfigError(
                 f"strategy {self.name!r} runs in one process, but this run has {place.world_size} processes. "
-                f"Use strategy ddp, or set trainer.cluster=off so that each process trains independently."
+                f"Use strategy=ddp, or set trainer.cluster=off so that each process trains independently."
             )
         refuse_duplicates(devices)
         self.place, self.devices = place, list(devices)
@@ -180,7 +180,7 @@ class Strategy:
             reason, remedy = "reproducible: bitwise sums in another order", "Set reproducible: order"
         elif processes != replicas:
             reason = f"this run has {replicas} replicas on {processes} process{'es' if processes > 1 else ''}"
-            remedy = f"Start {replicas} processes under strategy ddp, or start a new run with replicas={processes}"
+            remedy = f"Start {replicas} processes under strategy=ddp, or start a new run with replicas={processes}"
         else:
             reason = f"strategy {self.name!r} cannot do this"
             remedy = "Use ddp, zero1 or ddp_model_parallel, not elastic"
@@ -390,7 +390,7 @@ def refuse_duplicates(devices: Sequence[torch.device]) -> None:
     if devices[0].type != "cpu" and len(set(devices)) < len(devices):
         raise ConfigError(
             f"trainer.devices lists {first_names([*map(str, devices)])} for one process, which needs distinct devices. "
-            f"To share a device, use several processes (strategy ddp)."
+            f"To share a device, use several processes (strategy=ddp)."
         )
 
 
@@ -401,7 +401,7 @@ def refuse_empty(task: "Task") -> None:
             raise TaskError(
                 f"Parameter {name} of {type(task).__name__} has no values: it is on the meta device, because of "
                 f"torch.device('meta') or a run with whole_at_end=false. Create a new task and load a checkpoint, "
-                f"or build the module in configure_model, and use strategy fsdp with meta_init=true."
+                f"or build the module in configure_model, and use strategy=fsdp with meta_init=true."
             )
 
 

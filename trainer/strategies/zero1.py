@@ -57,24 +57,24 @@ class Zero1Strategy(DDPStrategy):
         """
         if isinstance(optimizer, ZeroRedundancyOptimizer):
             raise ConfigError(
-                "configure_optimizers returned a ZeroRedundancyOptimizer, but strategy zero1 creates it from a plain "
-                "optimizer. Return the plain optimizer, or use strategy ddp."
+                "configure_optimizers returned a ZeroRedundancyOptimizer, but strategy=zero1 creates it from a plain "
+                "optimizer. Return the plain optimizer, or use strategy=ddp."
             )
         if needs_closure(optimizer):
             kind = type(optimizer).__name__
             raise ConfigError(
                 f"{kind} evaluates the loss several times per step and compares all parameters, but under zero1 each "
-                f"process updates only a shard. Use one process, or use strategy ddp with automatic_optimization = "
+                f"process updates only a shard. Use one process, or use strategy=ddp with automatic_optimization = "
                 f"False and call optimizer.step(closure) in training_step."
             )
         if "param_groups" not in vars(optimizer):
             raise ConfigError(
-                f"{type(optimizer).__name__} wraps another optimizer, which zero1 cannot shard. Use strategy ddp."
+                f"{type(optimizer).__name__} wraps another optimizer, which zero1 cannot shard. Use strategy=ddp."
             )
         if has_modes(optimizer):
             raise ConfigError(
                 f"{type(optimizer).__name__} swaps all weights for an evaluation, but under zero1 each process has "
-                f"only a shard of the optimizer's state. Use strategy ddp or fsdp."
+                f"only a shard of the optimizer's state. Use strategy=ddp or fsdp."
             )
         # torch needs a class and its arguments; `optimizer.defaults` has keys that AdamW rejects as arguments
         factory: Any = _ShardFactory(optimizer)
@@ -103,7 +103,7 @@ class Zero1Strategy(DDPStrategy):
         if before is not None and not same_states(before, generator_states()):
             raise ConfigError(
                 f"{type(original).__name__} draws random numbers, which under zero1 depend on the number of processes, "
-                f"so reproducible=bitwise cannot be used. Use strategy ddp, or reproducible=order."
+                f"so reproducible=bitwise cannot be used. Use strategy=ddp, or reproducible=order."
             )
         return returned
 

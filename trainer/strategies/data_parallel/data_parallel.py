@@ -54,21 +54,21 @@ class DataParallelStrategy(Strategy):
         super().teardown()
 
     def _refuse_unsupported(self, task: "Task") -> None:
-        where = f"strategy data_parallel on {len(self.devices)} devices"
+        where = f"strategy=data_parallel on {len(self.devices)} devices"
         if not task.automatic_optimization:
             raise ConfigError(
                 f"{where} cannot run a task with automatic_optimization=False, because training_step would update "
-                f"copies of the weights, which are dropped after each batch. Use strategy ddp, or devices: 1."
+                f"copies of the weights, which are dropped after each batch. Use strategy=ddp, or devices: 1."
             )
         if task.trainer.compile or any(map(is_compiled, task.modules())):
             raise ConfigError(
                 f"{where} cannot run compiled steps, because they use the weights on one device instead of the copies. "
-                f"Use strategy ddp, or compile: false."
+                f"Use strategy=ddp, or compile: false."
             )
         if task.trainer.reproducible == "bitwise":
             raise ConfigError(
                 f"{where} splits each batch, so the bits of the results depend on the number of devices. "
-                f"reproducible: bitwise does not allow this. Use strategy ddp, or reproducible: order."
+                f"reproducible: bitwise does not allow this. Use strategy=ddp, or reproducible: order."
             )
 
     # --- the step ---------------------------------------------------------------------------------------------------
@@ -136,7 +136,7 @@ def _warn_of_lost_attributes(name: str, before: dict[str, Any], after: dict[str,
     lost = [key for key, value in after.items() if key != "log" and (key not in before or before[key] is not value)]
     if lost:
         warnings.warn(
-            f"{name} assigned self.{', self.'.join(lost)}, but strategy data_parallel runs {name} on copies of the "
-            f"task and drops them after each batch. To keep values, use self.log, a registered buffer or strategy ddp.",
+            f"{name} assigned self.{', self.'.join(lost)}, but strategy=data_parallel runs {name} on copies of the "
+            f"task and drops them after each batch. To keep values, use self.log, a registered buffer or strategy=ddp.",
             stacklevel=2,
         )

@@ -69,7 +69,7 @@ class DDPRPCStrategy(DDPStrategy):
             timeout=timeout,
         )
         if isinstance(servers, bool) or servers < 1:
-            raise ConfigError(f"strategy ddp_rpc: expected servers >= 1, got {servers!r}.")
+            raise ConfigError(f"strategy=ddp_rpc: expected servers >= 1, got {servers!r}.")
         self.servers = servers
         self.state_dicts = RemoteStateDicts(self)
         self.has_all_weights = False  # weights of remote modules are on servers
@@ -97,14 +97,14 @@ class DDPRPCStrategy(DDPStrategy):
         trainers = place.world_size - self.servers
         if place.origin == "script":
             raise ConfigError(
-                "strategy ddp_rpc creates separate process groups for trainers and servers. Do not initialize a "
+                "strategy=ddp_rpc creates separate process groups for trainers and servers. Do not initialize a "
                 "process group in your script, or set trainer.cluster=off."
             )
         if place.nodes > 1:
-            raise ConfigError(f"strategy ddp_rpc runs on one node only, got {place.nodes}. Set num_nodes to 1.")
+            raise ConfigError(f"strategy=ddp_rpc runs on one node only, got {place.nodes}. Set num_nodes to 1.")
         if trainers < 1:
             raise ConfigError(
-                f"strategy ddp_rpc needs at least one trainer, but {place.world_size} processes - {self.servers} "
+                f"strategy=ddp_rpc needs at least one trainer, but {place.world_size} processes - {self.servers} "
                 f"servers = {trainers} trainers. Start trainer.devices + servers processes."
             )
         return trainers
@@ -152,8 +152,8 @@ class DDPRPCStrategy(DDPStrategy):
         self.makers, self.remotes = dict(task.remote_modules()), {}
         if not self.makers:
             raise ConfigError(
-                f"strategy ddp_rpc: {type(task).__name__} has no remote_modules, so the servers would have no modules. "
-                f"Define remote_modules(), or use strategy ddp."
+                f"strategy=ddp_rpc: {type(task).__name__} has no remote_modules, so the servers would have no modules. "
+                f"Define remote_modules(), or use strategy=ddp."
             )
         homes = {
             name: f"server{index}" for index, names in enumerate(divided(self.makers, self.servers)) for name in names
@@ -205,7 +205,7 @@ class DDPRPCStrategy(DDPStrategy):
         }
         for reason, holds in reasons.items():
             if holds:
-                raise ConfigError(f"strategy ddp_rpc does not support {reason}.")
+                raise ConfigError(f"strategy=ddp_rpc does not support {reason}.")
 
     # --- the step ---------------------------------------------------------------------------------------------------
     def training_step(self, arguments: Sequence[Any], replica: int | None, last: bool) -> Any:
@@ -214,8 +214,8 @@ class DDPRPCStrategy(DDPStrategy):
         output = super().training_step(arguments, replica, last)
         if weight_of(output) is not None:
             raise TaskError(
-                "training_step returned a 'weight' with its loss, but strategy ddp_rpc sends gradients to its servers "
-                "before it has the weights of all batches. Return the loss alone, or use strategy ddp."
+                "training_step returned a 'weight' with its loss, but strategy=ddp_rpc sends gradients to its servers "
+                "before it has the weights of all batches. Return the loss alone, or use strategy=ddp."
             )
         return output
 

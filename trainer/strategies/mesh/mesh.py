@@ -65,12 +65,12 @@ def refuse_optimizers(name: str, task: "Task", optimizers: Sequence[Optimizer], 
     if optimizers and not task.automatic_optimization:
         raise ConfigError(
             f"strategy {name!r} needs automatic optimization: it gathers parameters once per training_step, so weights "
-            f"cannot change during training_step. Use strategy ddp."
+            f"cannot change during training_step. Use strategy=ddp."
         )
     if len(optimizers) > 1 and is_pipeline:
         raise ConfigError(
             f"A pipeline (strategy {name!r}) supports only one optimizer, got {len(optimizers)}, because an "
-            f"optimizer may have no parameters in a stage. Use several parameter groups, or strategy fsdp or ddp."
+            f"optimizer may have no parameters in a stage. Use several parameter groups, or strategy=fsdp or ddp."
         )
     # torchao compiles its update, which is wrong for an empty shard, even with plain fully_shard (torch 2.13 and
     # torchao 0.18)
@@ -79,7 +79,7 @@ def refuse_optimizers(name: str, task: "Task", optimizers: Sequence[Optimizer], 
     if compiled and empty:
         raise ConfigError(
             f"torchao's {type(compiled[0]).__name__} computes wrong updates if a process has an empty shard. Strategy "
-            f"{name!r} creates empty shards of {first_names(empty)}. Use torch.optim, or strategy ddp."
+            f"{name!r} creates empty shards of {first_names(empty)}. Use torch.optim, or strategy=ddp."
         )
 
 
@@ -178,7 +178,7 @@ class MeshStrategy(GroupStrategy):
         shards, processes = self.tensor_shards, self.sizes.tensor
         if shards is not None and (shards < processes or shards % processes):
             raise ConfigError(
-                f"strategy mesh: tensor_shards={shards} is not a multiple of tensor={processes}. tensor_shards is "
+                f"strategy=mesh: tensor_shards={shards} is not a multiple of tensor={processes}. tensor_shards is "
                 f"fixed for a run. Set tensor to a divisor of {shards}."
             )
         super().join(place, devices, precision)
@@ -287,7 +287,7 @@ class MeshStrategy(GroupStrategy):
                 kinds = [f"{name} ({kind})" for name, kind in weights if kind not in ("Parameter", "DTensor")]
                 raise ConfigError(
                     f"strategy={self.name} shards each weight, but the classes of these weights do not support this: "
-                    f"{first_names(kinds)}. Use strategy ddp or zero1, which do not shard weights. torch: {error}"
+                    f"{first_names(kinds)}. Use strategy=ddp or zero1, which do not shard weights. torch: {error}"
                 ) from error
             # for hooks that call the task directly, bypassing MeshSteps (sanity images, generation)
             task.register_forward_pre_hook(self.steps.before_forward, prepend=True)
@@ -337,7 +337,7 @@ class MeshStrategy(GroupStrategy):
         if violations:
             raise ConfigError(
                 f"strategy {self.name!r} cannot be bitwise reproducible here: {violations}. Change these settings, or "
-                f"use strategy ddp or zero1, or set reproducible: order."
+                f"use strategy=ddp or zero1, or set reproducible: order."
             )
 
     def regroup(self, layout: Layout | None, place: Place | None = None) -> None:

@@ -15,7 +15,7 @@ from .sharding import sharded
 
 UNEVEN = (
     "reproducible: bitwise: a sharded parameter needs a gradient in all batches of a step or in none, but some batches "
-    "of this step left parameters unused. Add 0.0 times the unused output to the loss, or use strategy ddp or zero1."
+    "of this step left parameters unused. Add 0.0 times the unused output to the loss, or use strategy=ddp or zero1."
 )
 
 

@@ -26,10 +26,10 @@ def read_sizes(asked: Mapping[str, Size]) -> None:
     """Raise ConfigError if a size is neither positive nor "auto", or if more than one size is "auto"."""
     for axis, size in asked.items():
         if size != "auto" and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
-            raise ConfigError(f"strategy mesh: expected a positive number of processes or 'auto', got {axis}={size!r}.")
+            raise ConfigError(f"strategy=mesh: expected a positive number of processes or 'auto', got {axis}={size!r}.")
     automatic = [axis for axis, size in asked.items() if size == "auto"]
     if len(automatic) > 1:
-        raise ConfigError(f"strategy mesh: {' and '.join(automatic)} are 'auto', but only one size can be.")
+        raise ConfigError(f"strategy=mesh: {' and '.join(automatic)} are 'auto', but only one size can be.")
 
 
 def fit_sizes(asked: Mapping[str, Size], processes: int, machines: int = 1) -> Sizes:
@@ -43,10 +43,10 @@ def fit_sizes(asked: Mapping[str, Size], processes: int, machines: int = 1) -> S
     remedy = "Change trainer.devices and trainer.num_nodes, or the axes"
     if len(fixed) == len(asked):
         if product != processes:
-            raise ConfigError(f"strategy mesh: {axes} = {product}, but there are {count}. {remedy}.")
+            raise ConfigError(f"strategy=mesh: {axes} = {product}, but there are {count}. {remedy}.")
         return Sizes(**fixed)
     if processes % product:
         raise ConfigError(
-            f"strategy mesh: {axes} needs a multiple of {product} processes, but there are {count}. {remedy}."
+            f"strategy=mesh: {axes} needs a multiple of {product} processes, but there are {count}. {remedy}."
         )
     return Sizes(**{axis: processes // product if size == "auto" else size for axis, size in asked.items()})

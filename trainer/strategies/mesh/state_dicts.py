@@ -76,7 +76,7 @@ def _with_layout(value: Any, parameter: Tensor) -> Any:
     if value.shape != parameter.shape:
         raise CheckpointError(
             f"The checkpoint contains optimizer state of shape {tuple(value.shape)} for a parameter of shape "
-            f"{tuple(parameter.shape)}, which a mesh cannot shard. Resume with strategy single or ddp, or use an "
+            f"{tuple(parameter.shape)}, which a mesh cannot shard. Resume with strategy=single or ddp, or use an "
             f"optimizer whose state tensors have the shapes of the parameters."
         )
     return dtensors.local_shard(value, parameter)

@@ -81,7 +81,7 @@ class DDPModelParallelStrategy(DDPStrategy):
         least = {"devices_per_replica": (devices_per_replica, 2), "micro_batches": (micro_batches, 1)}
         for name, (number, smallest) in least.items():
             if isinstance(number, bool) or not isinstance(number, int) or number < smallest:
-                raise ConfigError(f"strategy ddp_model_parallel: expected {name} >= {smallest}, got {number!r}.")
+                raise ConfigError(f"strategy=ddp_model_parallel: expected {name} >= {smallest}, got {number!r}.")
         check_counts(split, self.parts_wanted)
         self.split, self.micro_batches = split, micro_batches
         self.cuts_batches = micro_batches > 1
@@ -91,7 +91,7 @@ class DDPModelParallelStrategy(DDPStrategy):
         """The task, if this strategy has placed it on the devices."""
 
     def _require_elastic(self) -> None:
-        raise ConfigError("elastic=true needs strategy ddp; ddp_model_parallel cannot replace processes.")
+        raise ConfigError("elastic=true needs strategy=ddp; ddp_model_parallel cannot replace processes.")
 
     # --- processes --------------------------------------------------------------------------------------------------
     def local_processes(self, devices: Sequence[torch.device]) -> int:
@@ -108,7 +108,7 @@ class DDPModelParallelStrategy(DDPStrategy):
         if rest or not processes:
             near = " or ".join(str(count * size) for count in (processes, processes + 1) if count)
             raise ConfigError(
-                f"strategy ddp_model_parallel gives each process devices_per_replica={size} devices, but "
+                f"strategy=ddp_model_parallel gives each process devices_per_replica={size} devices, but "
                 f"trainer.devices has {len(devices)} = {processes} x {size} + {rest}. Use {near} devices. On the CPU, "
                 f"you can use any number of devices."
             )
