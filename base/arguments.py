@@ -310,7 +310,7 @@ def with_suggestions(function: Callable[..., Any], owner: str, instead: Callable
 
 
 def suggesting(cls: type, *methods: str) -> None:
-    """Wrap methods of a class so that a misspelled argument raises TypeError with the nearest name."""
+    """Wrap methods of a class so that a misspelled argument raises a TypeError that suggests the closest name."""
     for method in methods:
         function = getattr(cls, method)
         nearest = partial(did_you_mean, names=[*inspect.signature(function).parameters][1:])

@@ -62,7 +62,7 @@ def of_dtype(read: Callable[[], torch.dtype], write: Callable[[torch.dtype], obj
 
 
 def of_autocast(device: str) -> Switch:
-    """Return the switch for autocast's dtype on a kind of device."""
+    """Return the switch for autocast's dtype for a device type."""
     return of_dtype(lambda: torch.get_autocast_dtype(device), lambda dtype: torch.set_autocast_dtype(device, dtype))
 
 

@@ -74,7 +74,7 @@ class SlurmLauncher(Launcher):
             if option in _SET or not re.fullmatch(r"[a-z][a-z0-9-]*", option):
                 raise ConfigError(
                     f"launcher.options.{option}: expected a long sbatch option without the dashes, such as constraint. "
-                    f"The launcher itself sets {', '.join(_SET)}."
+                    f"The launcher sets {', '.join(_SET)} itself."
                 )
 
     def start(self, command: str, config: "Config", machines: Machines) -> int:

@@ -433,7 +433,7 @@ class Nothing(Chain):
 
 REFUSED = [
     (Several, {}, {}, "only one optimizer, got 2"),
-    (Own, {}, {}, "runs backward itself"),
+    (Own, {}, {}, "runs each stage's backward pass"),
     (Nothing, {}, {}, r"Stage 1 of the pipeline \(net.1\) has no trainable parameters"),
     (Unsaid, {}, {}, "does not define how to split its model"),
     (Chain, {"micro_batches": 0}, {}, "expected micro_batches to be positive or null, got 0"),

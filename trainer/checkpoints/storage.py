@@ -186,7 +186,7 @@ class LocalFolder:
         """Raise CheckpointError if something other than a checkpoint has this name."""
         path = self.path / name
         if not name:
-            raise CheckpointError(f"A checkpoint needs a name, got the folder {str(path)!r}.")
+            raise CheckpointError(f"Expected the name of a checkpoint, got the folder {str(path)!r}.")
         if not os.path.lexists(path):
             return
         is_folder = path.is_dir() and not path.is_symlink()
@@ -419,7 +419,7 @@ def require_new(target: Path) -> None:
     """Raise CheckpointError if a file or folder has this name."""
     require_local(target, "The file to write")
     if os.path.lexists(target):
-        raise CheckpointError(f"{target} already exists and is not replaced. Choose another name.")
+        raise CheckpointError(f"{target} already exists and will not be replaced. Choose another name.")
 
 
 @contextmanager

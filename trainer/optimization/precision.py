@@ -102,7 +102,7 @@ class Precision:
         mark_stepped(optimizer)
 
     def update(self) -> None:
-        """Choose the next scale, after all optimizers have stepped."""
+        """Choose the next scale after all optimizers have stepped."""
         if self.scaler is not None and self._used:
             self.scaler.update()
             self._used = False

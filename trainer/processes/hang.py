@@ -59,7 +59,7 @@ Position = dict[str, Any]
 
 
 class Board:
-    """Notes that the ranks write to their store.
+    """Holds the notes that the ranks write to their store.
 
     All methods raise RuntimeError if the store no longer exists or does not respond.
     """

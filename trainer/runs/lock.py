@@ -170,7 +170,7 @@ def _state_and_start(pid: int) -> tuple[str, str]:
 
 
 def _machine() -> str:
-    """Return the boot id and the PID namespace. A process id is only meaningful within both."""
+    """Return the boot id and the PID namespace. A process ID is meaningful only in combination with both."""
     try:
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:

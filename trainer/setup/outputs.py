@@ -20,7 +20,7 @@ def record_start(call: Call, source: Location | None = None, evaluated: tuple[in
 
     Args:
         source: the checkpoint that the call resumes from or evaluates.
-        evaluated: step and epoch of an evaluated checkpoint.
+        evaluated: step and epoch of the checkpoint being evaluated.
     """
     trainer, strategy, directory = call.trainer, call.strategy, call.trainer.run_dir
     if directory is None or not trainer.is_global_zero or not identity_of(directory):

@@ -98,7 +98,7 @@ class EarlyStopping(early_stopping.EarlyStopping, Callback):
 
     # --- when to check ----------------------------------------------------------------------------------------------
     def setup(self, trainer: "Trainer", task: "Task", stage: str) -> None:
-        """If validation runs exactly once per epoch, check at the end of epochs; otherwise, after each validation."""
+        """Check at the end of each epoch if validation runs once per epoch; otherwise, check after each validation."""
         if self._check_on_train_epoch_end is None:
             self._check_on_train_epoch_end = trainer.val_check_interval == 1.0 and trainer.check_val_every_n_epoch == 1
 

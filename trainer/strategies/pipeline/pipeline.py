@@ -132,7 +132,7 @@ class PipelineMeshStrategy(MeshStrategy):
             from ....tasks.task import Task
 
             if type(task).backward is not Task.backward:
-                raise ConfigError("A pipeline runs backward itself, stage by stage. Do not override Task.backward.")
+                raise ConfigError("A pipeline runs each stage's backward pass. Do not override Task.backward.")
             if task.trainer.reproducible == "off":
                 raise ConfigError(
                     "A pipeline needs reproducible: order. All processes of a pipeline must load the same batch, "
