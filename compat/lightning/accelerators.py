@@ -42,7 +42,7 @@ class Accelerator(str):
             torch.cuda.empty_cache()
 
     def get_device_stats(self, device: Any) -> dict[str, Any]:
-        """Return torch's memory statistics of a CUDA device, or an empty dict for other device types."""
+        """Return torch's memory statistics for a CUDA device, or an empty dict for other device types."""
         return torch.cuda.memory_stats(device) if self.kind == "cuda" else {}
 
     @classmethod

@@ -119,7 +119,7 @@ class TrainerAttributes(OwnParts, Trainer):
 
     @property
     def evaluating(self) -> bool:
-        """Whether a validation, a sanity check or a test is running."""
+        """Whether validation, a sanity check or a test is running."""
         return self.state.stage is not None and self.state.stage.evaluating
 
     @property
@@ -153,7 +153,7 @@ class TrainerAttributes(OwnParts, Trainer):
 
     @property
     def step_is_ending(self) -> bool:
-        """Whether the current step has been counted, as it is in on_train_batch_end and during a validation in fit."""
+        """Whether the current step has already been counted, as in on_train_batch_end and during validation in fit."""
         run, state = self.run, self.state
         if run is None or not self.in_epoch or not state.epoch_steps:
             return False

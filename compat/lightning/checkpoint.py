@@ -59,7 +59,7 @@ class Code:
 
 # --- what a file may contain ------------------------------------------------------------------------------------------
 def _plain_classes() -> list[Any]:
-    """Return classes that `torch.load` may load in addition to torch's own. Loading their instances runs no code."""
+    """Return the classes that `torch.load` may load besides torch's own. Loading their instances executes no code."""
     kinds = {type(np.dtype(code)) for code in np.typecodes["All"] if code not in "OVM"}
     classes: list[Any] = [timedelta, PosixPath, np.ndarray, np.dtype, *kinds]
     # a nested pickle is not read
@@ -256,7 +256,7 @@ def _read_code(saved: dict[str, Any], is_trusted: bool) -> dict[str, Any]:
 
 
 def _require_undamaged(path: Path) -> None:
-    """Raise CheckpointError if a file is damaged. Torch itself does not verify the checksums in the file."""
+    """Raise CheckpointError if a file is damaged. Torch itself does not verify the file's checksums."""
     try:
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()
@@ -295,7 +295,7 @@ class LightningFile:
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
         self.states: tuple[Any, Mapping[str, Any]] | None = None
-        """States of the data module and callbacks in the evaluated checkpoint, until they are loaded."""
+        """Data module and callback states in the checkpoint being evaluated, until they are loaded."""
         self.weights_only: bool | None = None
         """The weights_only value that the program passed for reading the checkpoint."""
 
@@ -318,7 +318,7 @@ class LightningFile:
     def read(self, path: Path, ranks: Any, names: Collection[str], in_parts: Collection[str]) -> dict[str, Any]:
         """Read a checkpoint from Legato or Lightning, or the weights in another program's file.
 
-        If the checkpoint contains averaged weights, return these weights, unless a callback continues the averaging.
+        If the checkpoint contains averaged weights, return these weights unless a callback continues the averaging.
         """
         contents = self._read(path, ranks, names, in_parts)
         added = self.trainer.current_run.task.configure_callbacks() or []
@@ -328,7 +328,7 @@ class LightningFile:
         return contents
 
     def load_states(self) -> None:
-        """Load the states of the data module and callbacks from the evaluated checkpoint if they are not loaded yet."""
+        """Load the data module and callback states from the checkpoint being evaluated unless already loaded."""
         data, callbacks = self.states or (None, {})
         self.states = None
         if data and self.trainer.datamodule is not None:

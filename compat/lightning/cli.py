@@ -92,7 +92,7 @@ class LightningArgumentParser(ArgumentParser):  # type: ignore[misc]
     def add_optimizer_args(
         self, optimizer_class: Any = (Optimizer,), nested_key: str = "optimizer", link_to: str = "AUTOMATIC"
     ) -> None:
-        """Add the arguments of an optimizer class. A tuple of classes allows any subclass of these classes."""
+        """Add the arguments of an optimizer class. A tuple of classes means that any of their subclasses is allowed."""
         self._add_deferred(optimizer_class, nested_key, "params")
         self.optimizer_keys[nested_key] = (optimizer_class, link_to)
 
@@ -102,7 +102,7 @@ class LightningArgumentParser(ArgumentParser):  # type: ignore[misc]
         nested_key: str = "lr_scheduler",
         link_to: str = "AUTOMATIC",
     ) -> None:
-        """Add the arguments of a scheduler class. A tuple of classes allows any subclass of these classes."""
+        """Add the arguments of a scheduler class. A tuple of classes means that any of their subclasses is allowed."""
         self._add_deferred(lr_scheduler_class, nested_key, "optimizer")
         self.scheduler_keys[nested_key] = (lr_scheduler_class, link_to)
 
@@ -121,7 +121,7 @@ class LightningArgumentParser(ArgumentParser):  # type: ignore[misc]
 
 
 def lightnings_path(path: str) -> str:
-    """Return the shortest path below `lightning` of a public class in this package, or any other path unchanged."""
+    """Return the shortest path under `lightning` for one of this package's public classes, or `path` unchanged."""
     module, _, name = path.rpartition(".")
     value = getattr(sys.modules.get(module), name, None)
     for package in sorted(package for package in sys.modules if f"{package}.".startswith(f"{ROOT}.pytorch.")):
@@ -437,7 +437,7 @@ class LightningCLI:
 
 
 def accepts(function: Callable[..., Any], name: str) -> bool:
-    """Return whether a class or a function has an argument with this name."""
+    """Return whether a class or a function accepts an argument with this name."""
     parameters = signature(function).parameters
     return name in parameters or any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
 

@@ -42,7 +42,7 @@ class DataLoaderSource(Connector):
         return self.trainer.datamodule or self.trainer.lightning_module
 
     def is_module(self) -> bool:
-        """Return whether a method creates the loaders. Return False if the program passed them."""
+        """Return True if a method creates the loaders, and False if the program passed them."""
         return self.trainer.run is None or self.trainer.run.request_loaders.get(self.word) is None
 
     def is_defined(self) -> bool:

@@ -27,7 +27,7 @@ class EvaluationPoints:
             hooks[name] = (*hooks[name], self.write)
 
     def note(self, name: str, value: Any, shown: bool, logged: bool) -> None:
-        """Store a logged number or one-element tensor. Metric objects are ignored: they have one value per epoch."""
+        """Store a logged number or one-element tensor. Ignore metric objects, because they have one value per epoch."""
         if isinstance(value, (int, float, Tensor)):
             self.newest[name] = value.detach() if isinstance(value, Tensor) else value, shown, logged
 

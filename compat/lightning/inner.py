@@ -28,10 +28,10 @@ HELPERS = {"alias_below", "inner_name", "placeholders"}
 
 
 def alias_below(package: str, paths: str) -> None:
-    """Register a package in sys.modules under the paths of Lightning's modules in that package.
+    """Register a package in sys.modules in place of the Lightning modules with the given paths within it.
 
-    The package can replace each of these modules, because it defines all of their names without conflicts. This
-    function also sets the package's `__all__` to its public names.
+    The package can replace these modules because it defines all of their names without conflicts. This function also
+    sets the package's `__all__` to its public names.
     """
     module = sys.modules[package]
     names = [name for name, value in vars(module).items() if name[0] != "_" and not isinstance(value, ModuleType)]

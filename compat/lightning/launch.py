@@ -39,7 +39,7 @@ def is_started() -> bool:
 
 
 def shared_seed() -> int:
-    """Return a seed that all ranks of the script share. It is used if the script sets no seed."""
+    """Return the seed that all ranks of the script share if the script doesn't set one."""
     return int(get_variable(SEED) or 0)
 
 
@@ -71,7 +71,7 @@ def note_failure() -> None:
 
 
 def _watch(children: "list[subprocess.Popen[bytes]]") -> None:
-    """If a rank fails, end this process and the other ranks, unless the run reports the failure first."""
+    """If a rank fails, end this process and the other ranks unless the run reports the failure first."""
     while any(child.poll() is None for child in children):
         failed = [rank for rank, child in enumerate(children, 1) if child.poll()]
         if failed:

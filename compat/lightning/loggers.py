@@ -66,7 +66,7 @@ class PlacesPoints:
     def log_point(self, values: Mapping[str, float], step: int) -> None:
         """Write values at the logged "step" or, if there is none, at a step that the trainer determines.
 
-        In `fit`, this is the index of the latest step. In other stages, it is the number of steps.
+        In `fit`, the trainer uses the index of the latest step. In other stages, it uses the number of steps.
         """
         this: Any = self
         trainer, values = self.trainer_of_points, dict(values)
@@ -111,7 +111,7 @@ class FabricLogger(PlacesPoints, WithoutFiles, logger.Logger, ABC):
 
     @property
     def group_separator(self) -> str:
-        """Separator between the group and the name of a metric."""
+        """Separator between a metric's group and its name."""
         return "/"
 
     @abstractmethod
@@ -230,7 +230,7 @@ class FolderOfLogger:
         return Path(self._start, self.logger.log_dir if is_overridden else self.log_dir)
 
     def choose(self, resume: bool) -> None:
-        """If no version is set and a run is resumed, select the latest version."""
+        """If no version is set and the run is being resumed, select the latest version."""
         if self._version is None and resume:
             self._version = max(self.versions(), default=0)
 
@@ -254,7 +254,7 @@ class FolderParts(PlacesPoints, logger.Logger):
     """Base class for loggers with their own folder. Programs access parts of the folder's path under these names."""
 
     own_folder: FolderOfLogger | None = None
-    """The folder of the logger; None: the run directory."""
+    """The logger's folder. None: the run directory."""
     prefix: str
     sub_dir: str | None = None
     # private in Lightning; programs that subclass a logger read and set it
@@ -479,7 +479,7 @@ class CSVLogger(FolderParts, csv_file.CSVLogger):
             rank_zero_warn(f"{path.parent} contained metrics of another run. They were moved to {backup.name}.")
 
     def follow(self, run_dir: Path) -> None:
-        """Store the folder of rank 0. A later run in the parent process then appends to the same file."""
+        """Store rank 0's folder. A later run in the parent process then appends to the same file."""
         super().follow(run_dir)
         self._has_written = True
 
@@ -669,7 +669,7 @@ class WandbLogger(PlacesPoints, WithoutFiles, wandb.WandbLogger):
             raise UnsupportedError(f"WandbLogger.log_text: {LOG_OBJECTS}")
 
     def log_image(self, key: str, images: list[Any], step: int | None = None, **kwargs: Any) -> None:
-        """Write images. Other arguments, such as `caption`, must be lists with one value per image."""
+        """Log images. Other arguments, such as `caption`, must be lists with one value per image."""
         import wandb
 
         each = [{name: values[index] for name, values in kwargs.items()} for index in range(len(images))]

@@ -30,7 +30,7 @@ class Counts:
 
 
 class Tracker(Counts):
-    """The numbers of items that were ready, started, processed and completed."""
+    """Counts of the items that were ready, started, processed and completed."""
 
     ready: int
     completed: int
@@ -72,7 +72,7 @@ def _tracker(done: int, begun: bool, ending: bool = False) -> Tracker:
 
 
 CALLED_BY_LIGHTNING = ("run", "advance", "on_run_start", "on_advance_start", "on_advance_end", "on_run_end", "reset")
-"""Methods of a loop that a run calls in Lightning, but not in Legato."""
+"""Methods of a loop that a run calls in Lightning but not in Legato."""
 
 
 class Loop(OwnParts):
@@ -368,6 +368,6 @@ class PredictionLoop(Loop):
 
 
 def check_finite_loss(loss: Any) -> None:
-    """Raise ValueError for a loss that is not finite."""
+    """Raise ValueError if the loss is not finite."""
     if isinstance(loss, Tensor) and not loss.isfinite().all():
         raise ValueError(f"The loss returned in training_step is {loss}.")

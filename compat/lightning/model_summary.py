@@ -101,7 +101,7 @@ class ModelSummary:
 
     @property
     def named_modules(self) -> list[tuple[str, nn.Module]]:
-        """Names and modules in the summary: none, the direct children or all submodules, depending on `max_depth`."""
+        """Names and modules: none if `max_depth` is 0, the direct children if it is 1, otherwise all submodules."""
         if self.max_depth == 0:
             return []
         return list(self.model.named_children()) if self.max_depth == 1 else list(self.model.named_modules())[1:]

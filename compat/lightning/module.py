@@ -184,7 +184,7 @@ class LightningModule(InitialHyperparameters, Task):
     # --- the run ----------------------------------------------------------------------------------------------------
     @property
     def trainer(self) -> Any:
-        """The trainer of the run; None during an export. Raises RuntimeError if the module has no trainer."""
+        """The trainer of the run; None during export. Raises RuntimeError if the module has no trainer."""
         return None if self.__dict__.get("_is_exported") else Task.trainer.fget(self)  # type: ignore[attr-defined]
 
     @trainer.setter
@@ -243,7 +243,7 @@ class LightningModule(InitialHyperparameters, Task):
             (getattr(bar, "print", print) if shown else print)(*args, **kwargs)
 
     def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
-        """Gather `data` from all ranks as stacked tensors. A single process only converts numbers to tensors."""
+        """Gather `data` from all ranks as stacked tensors. With a single process, only convert numbers to tensors."""
         if self.trainer.world_size == 1:
             return apply_to_collection(data, (int, float), torch.as_tensor, device=self.device)
         return super().all_gather(data, group, sync_grads)
@@ -266,7 +266,7 @@ class LightningModule(InitialHyperparameters, Task):
         metric_attribute: str | None = None,
         rank_zero_only: bool = False,
     ) -> None:
-        """Log a value. If an evaluation step uses `on_step`, the value is also written for each batch."""
+        """Log a value. In evaluation steps, `on_step=True` also writes the value for each batch."""
         trainer: Any = self.__dict__.get("_trainer")
         if trainer is None:
             log.warning("self.log(%r) was ignored, because the module has no trainer.", name)
@@ -347,7 +347,7 @@ class LightningModule(InitialHyperparameters, Task):
         """Older name of the hook `configure_model`."""
 
     def on_validation_model_zero_grad(self) -> None:
-        """Called before a validation during training to clear the gradients."""
+        """Called to clear the gradients before validation during training."""
         self.zero_grad()
 
     def freeze(self: Self) -> Self:  # type: ignore[override]
@@ -379,7 +379,7 @@ class LightningModule(InitialHyperparameters, Task):
     ) -> Any:
         """Script or trace the module with torch.jit and return the result. If `file_path` is set, also save the result.
 
-        Raises ValueError if `method` is not "script" or "trace", or if there are no inputs for a trace.
+        Raises ValueError if `method` is not "script" or "trace", or if there are no inputs for tracing.
         """
         with self._evaluating():
             if method == "script":
@@ -414,7 +414,7 @@ class LightningModule(InitialHyperparameters, Task):
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
-        """Within this context, use evaluation mode and hide the trainer, whose attributes torch would traverse."""
+        """Within this context, use evaluation mode, and hide the trainer so that torch does not traverse it."""
         # torch.jit and the exporter traverse every attribute, and the trainer refers to loggers and files
         modes, trainer = [(module, module.training) for module in self.modules()], self.__dict__.pop("_trainer", None)
         self.eval()

@@ -102,7 +102,7 @@ CALLED_BY_LIGHTNING = (
     *("clip_grad_by_value", "convert_module", "convert_input", "convert_output", "forward_context"),
     *("train_step_context", "val_step_context", "test_step_context", "predict_step_context", "connect"),
 )
-"""Methods of a precision that a run calls in Lightning, but not in Legato."""
+"""Methods of a precision that a run calls in Lightning but not in Legato."""
 OWN_PRECISION = (
     "a run selects its precision by name. Pass Trainer(precision=...), and override backward, optimizer_step, "
     "configure_gradient_clipping or on_after_batch_transfer of the module."
@@ -111,14 +111,14 @@ OWN_PRECISION = (
 
 # --- environments -----------------------------------------------------------------------------------------------------
 class ClusterEnvironment:
-    """This process's rank and node in a launcher's environment, read from the launcher's variables."""
+    """A launcher's environment, which provides this process's rank and node through environment variables."""
 
     cluster = "auto"
     """The value of the Trainer argument `cluster`."""
 
     @property
     def place(self) -> Place:
-        """This process's rank and node, from a launcher's environment variables."""
+        """This process's rank and node, as read from the launcher's environment variables."""
         return find_place(self.cluster) or Place()
 
     @property

@@ -1,7 +1,7 @@
-"""Profilers with Lightning's names, which measure a run by action or by torch operator.
+"""Profilers with Lightning's names. They measure a run's actions or torch operators.
 
 `Trainer(profiler=)` adds the callback `Profiling`. During a run, this callback wraps the functions that the loop calls.
-A run without a profiler is not affected.
+Runs without a profiler are not affected.
 """
 
 import logging
@@ -281,7 +281,7 @@ class PyTorchProfiler(Profiler):
 
 
 class RegisterRecordFunction:
-    """A context that labels each call to a submodule in a torch trace with the submodule's name."""
+    """A context manager that labels each call to a submodule in a torch trace with the submodule's name."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
@@ -346,7 +346,7 @@ class Profiling(Callback):
         self._begin(trainer, task, trainer.num_training_batches)
 
     def on_validation_start(self, trainer: "Trainer", task: "Task") -> None:
-        """Start measuring, unless the validation is part of a fit, which is already being measured."""
+        """Start measuring unless validation is part of fit, which is already being measured."""
         if trainer.stage == "validate":
             self._begin(trainer, task, sum(trainer.num_val_batches))
 

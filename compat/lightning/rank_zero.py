@@ -1,4 +1,4 @@
-"""Functions that run, log or warn only on rank 0. They come from lightning_utilities, which other packages share."""
+"""Functions that run, log or warn only on rank 0. They come from lightning_utilities, which other packages also use."""
 
 import logging
 import warnings

@@ -22,7 +22,7 @@ differences from Lightning, see docs/from-lightning.md."""
 
 
 def run_lightning(arguments: Sequence[str]) -> None:
-    """Run a script, or a module with `-m`, with Legato in place of `lightning` and `pytorch_lightning`.
+    """Run a script or, with `-m`, a module, using Legato in place of `lightning` and `pytorch_lightning`.
 
     Raises ConfigError if the script does not exist.
     """

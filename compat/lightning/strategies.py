@@ -140,7 +140,7 @@ class Strategy(strategy.Strategy):
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce a tensor over all ranks. Any other object is returned unchanged."""
-        # Lightning returns other objects unchanged, and programs rely on it
+        # Lightning returns other objects unchanged, and programs rely on this
         if not isinstance(tensor, Tensor) or self.place.world_size == 1:
             return tensor
         if group is not None:
@@ -246,7 +246,7 @@ CALLED_BY_LIGHTNING = (
     *("optimizer_step", "training_step", "validation_step", "test_step", "predict_step"),
     *("pre_backward", "post_backward", "post_training_step", "process_dataloader", "batch_to_device"),
 )
-"""Methods of a strategy that control a run in Lightning, but that a run in Legato does not call."""
+"""Methods of a strategy that control a run in Lightning but are not called in Legato."""
 LAUNCHER = "_configure_launcher"
 LAUNCHING = LAUNCHER, "setup_environment", "teardown"
 """Methods that a strategy overrides to start processes itself."""
@@ -327,8 +327,8 @@ def options_of_ddp(
 ) -> dict[str, Any]:
     """Return options for DistributedDataParallel. jsonargparse reads this signature to determine the config keys.
 
-    `static_graph` has no effect, because it only affects speed in torch. After each step, all ranks have the buffers of
-    rank 0, regardless of `broadcast_buffers`.
+    `static_graph` has no effect, because in torch it only affects speed. After each step, all ranks have rank 0's
+    buffers, regardless of `broadcast_buffers`.
     """
     options = dict(locals())
     del options["static_graph"], options["broadcast_buffers"]

@@ -201,7 +201,7 @@ class Trainer(TrainerAttributes):
         return state
 
     def check(self, *owners: Any) -> None:
-        """Warn about methods whose names resemble hooks. Raises TaskError if a hook has wrong arguments.
+        """Warn about methods whose names resemble hooks. Raises TaskError if a hook has the wrong arguments.
 
         Until the Trainer method returns, Lightning callbacks also have the module's `log` and `log_dict` methods.
         """
@@ -235,7 +235,7 @@ class Trainer(TrainerAttributes):
         self.epoch_is_cut, self.in_epoch = False, True
 
     def hide_modes(self) -> None:
-        """Set all modules to training mode until `show_modes` is called, so that Legato's loop changes no modes."""
+        """Set all modules to training mode until `show_modes` is called so that the loop does not change any modes."""
         # by name, because on_fit_start may have replaced a submodule
         self.modes_before = {name: submodule.training for name, submodule in self.lightning_module.named_modules()}
         if self.current_run.training_data.rounds:  # otherwise on_train_start does not run and restore the modes
@@ -243,12 +243,12 @@ class Trainer(TrainerAttributes):
                 submodule.training = True
 
     def show_modes(self) -> None:
-        """Restore the mode of each module. As in Lightning, training keeps these modes."""
+        """Restore the mode of each module. As in Lightning, training does not change these modes."""
         for name, submodule in self.lightning_module.named_modules():
             submodule.training = self.modes_before.get(name, submodule.training)
 
     def end_epoch(self) -> None:
-        """End an epoch. The epoch in which a run stops is also counted, even if no step in it was completed."""
+        """End an epoch. If a run stops during an epoch, that epoch is also counted, even if no steps were completed."""
         run, state = self.current_run, self.state
         epoch = state.epoch
         # the last step is a logging point only if log_every_n_steps is due
@@ -267,10 +267,10 @@ class Trainer(TrainerAttributes):
     def evaluate(self, stage: str, limit: int | None = None, keep_outputs: bool = False) -> None:
         """Evaluate all loaders once.
 
-        A validation during fit uses no_grad instead of inference mode, so that a step can enable gradients. Before a
+        Validation during fit uses no_grad instead of inference mode, so that steps can enable gradients. Before
         validation during training, the gradients are cleared, and the values of the latest step are published for
-        callbacks that use them when the validation ends. If on_train_batch_start has skipped the rest of an epoch, the
-        epoch ends without a validation.
+        callbacks that use them when validation ends. If on_train_batch_start skipped the rest of an epoch, the epoch
+        ends without validation.
         """
         run = self.current_run
         if run.stage == "fit" and run.loop.doing == "validation":
@@ -330,7 +330,7 @@ class Trainer(TrainerAttributes):
         datamodule: Any = None,
         weights_only: bool | None = None,
     ) -> list[dict[str, float]]:
-        """Evaluate on the validation data and return the metrics of each loader."""
+        """Evaluate on the validation data and return the metrics for each loader."""
         with self._status(TrainerFn.VALIDATING):
             self._prepare("validate", model, dataloaders=dataloaders, datamodule=datamodule)
             run = partial(super().validate, uncompiled(model), dataloaders, self._checkpoint(ckpt_path, weights_only))
@@ -345,7 +345,7 @@ class Trainer(TrainerAttributes):
         datamodule: Any = None,
         weights_only: bool | None = None,
     ) -> list[dict[str, float]]:
-        """Evaluate on the test data and return the metrics of each loader."""
+        """Evaluate on the test data and return the metrics for each loader."""
         with self._status(TrainerFn.TESTING):
             self._prepare("test", model, dataloaders=dataloaders, datamodule=datamodule)
             run = partial(super().test, uncompiled(model), dataloaders, self._checkpoint(ckpt_path, weights_only))
@@ -433,7 +433,7 @@ class Trainer(TrainerAttributes):
         self.state.status = TrainerStatus.FINISHED
 
     def _choose_limits(self) -> None:
-        """Set the default values of epoch limits that were not passed."""
+        """Set default values for the epoch limits that were not passed."""
         if self.max_epochs is None:
             self.max_epochs = 1000 if self.max_steps == -1 and self.max_time is None else -1
         if self.min_epochs is None:

@@ -1,4 +1,4 @@
-"""Tuner: before a run, searches for a learning rate with a sweep or for the largest batch size that fits in memory.
+"""Tuner: searches, before a run, for a good learning rate or for the largest batch size that fits in memory.
 
 Each search trains a copy of the module with a copy of the trainer. The original module and trainer and the random
 number generators are left unchanged, and nothing is written to disk.
@@ -58,7 +58,7 @@ class LearningRateSweep(Callback):
         self._average, self._best, self._losses = 0.0, math.inf, list[float]()
 
     def rate(self, step: int) -> float:
-        """Return the learning rate of a step. Steps are counted from 0."""
+        """Return the learning rate for a step. Steps are counted from 0."""
         share = (step + 1) / self.num_training if step else 0.0
         if self.mode == "linear":
             return self.lr_min + share * (self.lr_max - self.lr_min)
@@ -351,7 +351,7 @@ def _holders(name: str, *owners: Any) -> list[Any]:
 
 
 def holders_of(name: str, *owners: Any) -> list[Any]:
-    """Return the tasks and data modules in `owners`, and those of their `hparams`, that have the attribute.
+    """Return all objects that have the attribute: tasks and data modules in `owners`, or their `hparams`.
 
     Raises ConfigError if no object has the attribute.
     """

@@ -113,7 +113,7 @@ class StochasticWeightAveraging(weight_averaging.WeightAveraging, Callback):
         self.swa_start = max(start - 1, 0)
 
     def on_fit_start(self, trainer: "Trainer", task: "Task") -> None:
-        """Raise ConfigError unless there is one optimizer, and one learning rate or one for each parameter group."""
+        """Raise ConfigError unless there is one optimizer and `swa_lrs` has one rate or one per parameter group."""
         groups = [len(optimizer.param_groups) for optimizer in trainer.optimizers]
         if len(groups) != 1 or len(self.swa_lrs) not in (1, groups[0]):
             raise ConfigError(
@@ -137,17 +137,17 @@ class StochasticWeightAveraging(weight_averaging.WeightAveraging, Callback):
             self.update(task)
 
     def on_train_batch_start(self, trainer: "Trainer", task: "Task", batch: Any, batch_idx: int) -> None:
-        """Undo the changes that a per-step scheduler has made to the learning rates."""
+        """Undo any changes that a per-step scheduler made to the learning rates."""
         if self._rates_before:
             self._set_rates(trainer)
 
     def on_train_epoch_end(self, trainer: "Trainer", task: "Task") -> None:
-        """Set the learning rates of the next epoch, for callbacks that read them before it starts."""
+        """Set the next epoch's learning rates now, for callbacks that read them before that epoch starts."""
         if self._rates_before:
             self._set_rates(trainer, trainer.current_epoch + 1)
 
     def _set_rates(self, trainer: "Trainer", epoch: int | None = None) -> None:
-        """Interpolate the rates for an epoch (default: the current epoch) between the previous rates and `swa_lrs`."""
+        """Set the rates for an epoch (default: the current one), interpolated from the previous rates to `swa_lrs`."""
         done = (trainer.current_epoch if epoch is None else epoch) - self.swa_start
         share = min(1.0, done / self.annealing_epochs) if self.annealing_epochs else 1.0
         share = (1 - math.cos(math.pi * share)) / 2 if self.annealing_strategy == "cos" else share
@@ -247,7 +247,7 @@ class WeightAveraging(weight_averaging.WeightAveraging, Callback):
 
     # --- evaluation -------------------------------------------------------------------------------------------------
     def on_validation_model_eval(self, trainer: "Trainer", task: "Task") -> None:
-        """Keep the training weights until the validation epoch starts."""
+        """Leave the training weights in place until the validation epoch starts."""
 
     def on_validation_epoch_start(self, trainer: "Trainer", task: "Task") -> None:
         """Replace the training weights with the averages."""

@@ -18,7 +18,7 @@ Number = int | float
 
 
 class ProgressBar(ProgressDisplay, Callback):
-    """Base class for progress bars. Provides each stage's number of batches and description for subclasses to show."""
+    """Base class for progress bars. Provides the number of batches and the description of each stage."""
 
     _trainer: "Trainer | None" = None
     _current_eval_dataloader_idx: int | None = None
@@ -120,7 +120,7 @@ def refuse_bars(callbacks: Sequence[Any], wanted: bool) -> None:
 
 
 def get_standard_metrics(trainer: "Trainer") -> dict[str, int | str]:
-    """Return the version of the first logger as `v_num`, or an empty dict if there is no version."""
+    """Return the first logger's version as `v_num`, or an empty dict if it has no version."""
     version = getattr(trainer.loggers[0], "version", None) if trainer.loggers else None
     if version in ("", None):
         return {}

@@ -31,7 +31,7 @@ class EarlyStoppingReason(Enum):
 
 
 class EarlyStopping(early_stopping.EarlyStopping, Callback):
-    """Sets `trainer.should_stop` when the monitored metric has not improved in `patience` consecutive checks."""
+    """Sets `trainer.should_stop` when the monitored metric has not improved for `patience` consecutive checks."""
 
     mode_dict: ClassVar[dict[str, Callable[..., Tensor]]] = {"min": torch.lt, "max": torch.gt}
     order_dict: ClassVar[dict[str, str]] = {"min": "<", "max": ">"}
@@ -68,7 +68,7 @@ class EarlyStopping(early_stopping.EarlyStopping, Callback):
 
     @property
     def monitor_op(self) -> Callable[..., Tensor]:
-        """The comparison that returns true if a value is an improvement."""
+        """The comparison function, which returns true if a value is an improvement."""
         return self.mode_dict[self.mode]
 
     # --- state ------------------------------------------------------------------------------------------------------

@@ -45,7 +45,7 @@ class Finder(Callback):
         raise NotImplementedError
 
     def search_once(self, trainer: Any, pl_module: Any) -> None:
-        """Search in the current run, unless the callback has already searched."""
+        """Search in the current run unless the callback has already searched."""
         # a search before the run has already set the value
         done, self.has_searched = self.has_searched, False
         if not done and trainer.world_size == 1:
@@ -92,7 +92,7 @@ class LearningRateFinder(Finder):
         self.optimal_lr = Tuner(trainer).lr_find(model, **data, **self._options)
 
     def lr_find(self, trainer: Any, pl_module: Any) -> None:
-        """Run the sweep during a fit, and continue with the suggested rate."""
+        """Run the sweep during fit, and continue with the suggested rate."""
         self.search(trainer, pl_module, "fit", **data_of_run(trainer))
         suggestion = None if self.optimal_lr is None else self.optimal_lr.suggestion()
         if suggestion is not None and self._options["update_attr"]:
@@ -145,7 +145,7 @@ class BatchSizeFinder(Finder):
         make_loaders(trainer.run)
 
     def on_validation_start(self, trainer: "Trainer", task: "Task") -> None:
-        """Run the search, unless the validation is part of fit."""
+        """Run the search unless validation is part of fit."""
         if trainer.stage == "validate":
             self.search_once(trainer, task)
 

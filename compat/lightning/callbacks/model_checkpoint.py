@@ -461,7 +461,7 @@ class ModelCheckpoint(Checkpoint):
         trainer.strategy.collectives.barrier()
 
     def _should_remove_checkpoint(self, trainer: "Trainer", previous: str, current: str) -> bool:
-        """Return whether to remove a checkpoint. False if it was just written or if the run was resumed from it."""
+        """Return whether to remove a checkpoint. Keep one that was just written or that the run was resumed from."""
         source = trainer.current_run.source
         if previous == current or (source is not None and Path(previous).absolute() == Path(source).absolute()):
             return False

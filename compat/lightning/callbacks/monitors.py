@@ -54,7 +54,7 @@ class LearningRateMonitor(learning_rate_monitor.LearningRateMonitor, Callback):
             self._log(trainer, step, self._rates(trainer, "step"))
 
     def on_train_epoch_start(self, trainer: "Trainer", *args: Any, **kwargs: Any) -> None:
-        """Log the learning rates of the epoch, unless the run resumed in the middle of the epoch."""
+        """Log the learning rates of the epoch unless the run resumed in the middle of the epoch."""
         self._logged_step = -1
         if trainer.state.epoch_steps == 0:
             self._log(trainer, trainer.state.global_step, self._rates(trainer, "epoch"))
@@ -87,7 +87,7 @@ class LearningRateMonitor(learning_rate_monitor.LearningRateMonitor, Callback):
         configs = [config for config in trainer.lr_scheduler_configs if hasattr(config.scheduler, "optimizer")]
         rows: list[tuple[str | None, Any, str]]
         rows = [(config.name, config.scheduler.optimizer, config.interval) for config in configs]
-        # strategy zero1 wraps the optimizers that the module returned
+        # the zero1 strategy wraps the optimizers that the module returned
         rows += [(None, getattr(optimizer, "original", optimizer), "any") for optimizer in trainer.optimizers]
         for chosen, optimizer, interval in rows:
             if interval == "any" and id(optimizer) in seen:
@@ -145,15 +145,15 @@ class Timer(timer.Timer, Callback):
         return type(self).__qualname__
 
     def start_time(self, stage: str = "train") -> float | None:
-        """Return the time at which a stage started, on the monotonic clock."""
+        """Return the monotonic clock time when a stage started."""
         return self._starts.get(RunningStage(stage).value)
 
     def end_time(self, stage: str = "train") -> float | None:
-        """Return the time at which a stage ended, on the monotonic clock."""
+        """Return the monotonic clock time when a stage ended."""
         return self._ends.get(RunningStage(stage).value)
 
     def time_elapsed(self, stage: str = "train") -> float:
-        """Return the time that a stage has taken, in seconds. This includes the time before a resume."""
+        """Return the time spent in a stage, in seconds, including the time before a resume."""
         start = self.start_time(stage)
         now = 0.0 if start is None else self._ends.get(stage, time.monotonic()) - start
         return now + self._earlier.get(stage, 0.0)
@@ -163,11 +163,11 @@ class Timer(timer.Timer, Callback):
         return None if self.duration is None else self.duration - self.time_elapsed(stage)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the time that each stage has taken, in seconds."""
+        """Return the time spent in each stage, in seconds."""
         return {"time_elapsed": {stage: self.time_elapsed(stage) for stage in ("train", "validate", "test")}}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the time that each stage took before the resume."""
+        """Restore the time spent in each stage before the resume."""
         self._earlier = dict(state_dict["time_elapsed"])
 
     def on_train_start(self, trainer: "Trainer", task: "Task") -> None:
@@ -196,7 +196,7 @@ class Timer(timer.Timer, Callback):
         self._ends["test"] = time.monotonic()
 
     def _start(self, stage: str) -> None:
-        """Start the clock of a stage. The time of earlier runs of the stage is added to the total."""
+        """Start a stage's clock. The total includes the time from earlier runs of the stage."""
         if stage in self._starts:
             self._earlier[stage] = self.time_elapsed(stage)
         self._ends.pop(stage, None)

@@ -68,7 +68,7 @@ class TQDMProgressBar(ProgressBar):
     Args:
         refresh_rate: Number of batches between updates. 0 disables the bar.
         process_position: Number of empty lines above the bars.
-        leave: Leave the bar of each epoch on the screen.
+        leave: Leave each epoch's bar on the screen.
     """
 
     BAR_FORMAT = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_noinv_fmt}{postfix}]"
@@ -195,7 +195,7 @@ class TQDMProgressBar(ProgressBar):
 
     # --- evaluation -------------------------------------------------------------------------------------------------
     def on_validation_start(self, trainer: "Trainer", pl_module: Any) -> None:
-        """Open a bar, unless this is the sanity check, which already has a bar."""
+        """Open a bar unless this is the sanity check, which already has one."""
         if not trainer.sanity_checking:
             self.val_progress_bar = self.init_validation_tqdm()
 

@@ -75,7 +75,7 @@ class DeviceStatsMonitor(device_stats_monitor.DeviceStatsMonitor, Callback):
 
 
 class GradientAccumulationScheduler(gradient_accumulation_scheduler.GradientAccumulationScheduler, Callback):
-    """Accumulates gradients over the number of batches that `scheduling` specifies for the epoch."""
+    """Accumulates gradients over the number of batches that `scheduling` specifies for each epoch."""
 
     def __init__(self, scheduling: dict[int, int]) -> None:
         if not scheduling:
@@ -85,7 +85,7 @@ class GradientAccumulationScheduler(gradient_accumulation_scheduler.GradientAccu
         super().__init__(scheduling)
 
     def on_train_start(self, trainer: "Trainer", task: "Task") -> None:
-        """Warn if the module overrides optimizer_step, because a run calls it once per step, not once per batch."""
+        """Warn if the module overrides optimizer_step, because it is called once per step, not once per batch."""
         if self.going_to_accumulate_grad_batches() and overrides(task, Task, "optimizer_step"):
             rank_zero_warn(f"{type(task).__name__}.optimizer_step is called once per step, not once per batch.")
 
@@ -131,7 +131,7 @@ class BasePredictionWriter(prediction_writer.PredictionWriter, Callback):
         self.interval = WriteInterval(write_interval)  # type: ignore[assignment]
 
     def kept_for_epoch(self) -> tuple[list[list[Any]], list[list[Any]]]:
-        """Return the predictions so far and their dataset indices, each as one list per loader."""
+        """Return the predictions made so far and their dataset indices, each as one list per loader."""
         return self._predictions, self._indices
 
 

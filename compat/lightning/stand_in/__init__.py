@@ -29,7 +29,7 @@ def register_name(top: str) -> None:
 
 
 def install() -> None:
-    """Make `lightning`, `pytorch_lightning` and `lightning_fabric` import this package, also in child processes.
+    """Make `lightning`, `pytorch_lightning` and `lightning_fabric` import this package, including in child processes.
 
     Raises ConfigError if Lightning itself has already been imported.
     """
