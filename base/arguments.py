@@ -1,7 +1,7 @@
 """The Trainer's arguments, with their names, types, ranges, defaults and documentation.
 
-The docstring of TrainerArguments is the only source of the documentation: the reference page, `legato --help`, the JSON
-schema and messages use it. This module does not import torch, so a misspelled key is reported before torch is imported.
+The docstring of TrainerArguments is the single source for the reference page, `legato --help`, the JSON schema and
+messages. This module does not import torch, so a misspelled key is reported before torch is imported.
 """
 
 import inspect
@@ -231,7 +231,7 @@ TORCH_OPTIONS = {
     "process_group": "Call torch.distributed.init_process_group before fit, which uses the default group.",
     "static_graph": "Remove it: Legato does not assume that the graph stays the same.",
 }
-"""Alternatives to DataParallel and DistributedDataParallel arguments that strategies do not have."""
+"""Alternatives to arguments of DataParallel and DistributedDataParallel that Legato's strategies do not support."""
 INSTEAD = {
     "benchmark": "Set torch.backends.cudnn.benchmark in the task's setup.",
     "channels_last": "Call to(memory_format=torch.channels_last) on the task in __init__, and on its images.",
@@ -297,7 +297,7 @@ def instead_of(name: object) -> str:
 
 
 def with_suggestions(function: Callable[..., Any], owner: str, instead: Callable[[str], str]) -> Callable[..., Any]:
-    """Wrap a function so that an unknown argument raises TypeError with a suggestion, as Python 3.13 does."""
+    """Wrap a function so that an unknown argument raises a TypeError with a suggestion, as in Python 3.13."""
     names = inspect.signature(function).parameters
 
     @wraps(function)

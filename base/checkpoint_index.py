@@ -28,7 +28,7 @@ def is_name(name: object) -> bool:
 
 @dataclass
 class CheckpointIndex:
-    """A run's checkpoints in a folder, oldest first, and how to compare them."""
+    """A run's checkpoints in a folder, oldest first, and how they are ranked."""
 
     run: str = ""
     """Id of the run."""

@@ -20,5 +20,5 @@ class Stateful(Protocol):
         ...
 
     def load_state_dict(self, state: Any, /) -> None:
-        """Restore a state that `state_dict` returned."""
+        """Restore a state returned by `state_dict`."""
         ...

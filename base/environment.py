@@ -62,12 +62,12 @@ def replace_variables(variables: Mapping[str, str]) -> None:
 
 
 def cache_folder() -> Path:
-    """Return the folder for local copies of remote files. Links are resolved, because other modules compare paths."""
+    """Return the folder for local copies of remote files. Symlinks are resolved because other modules compare paths."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser().resolve() / "legato"
 
 
 def lead_python_path(folder: str) -> None:
-    """Put a folder at the start of PYTHONPATH, for Python processes that start later."""
+    """Prepend a folder to PYTHONPATH for Python processes started later."""
     paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     # workers import the task's module by name, from any working directory
     if folder not in paths:

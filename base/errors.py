@@ -69,7 +69,7 @@ class WorkerError(LegatoError, RuntimeError):
 
 
 SYNONYMS = {"fp16": "16-mixed", "float16": "16-mixed", "half": "16-mixed", "bfloat16": "bf16-mixed", "fp32": "32"}
-"""Values used in other libraries for which the most similar name in Legato has another meaning."""
+"""Values used in other libraries for which the most similar name in Legato has a different meaning."""
 
 
 def did_you_mean(word: str, names: Iterable[str], cutoff: float = 0.6) -> str:
@@ -79,7 +79,7 @@ def did_you_mean(word: str, names: Iterable[str], cutoff: float = 0.6) -> str:
 
 
 def nearest_name(word: str, names: Iterable[str], cutoff: float = 0.6) -> str:
-    """Return the name nearest to `word`; "" if no similarity reaches `cutoff` (0 to 1)."""
+    """Return the name nearest to `word`; "" if none has a similarity of at least `cutoff` (0 to 1)."""
     names = [str(name) for name in names]
     # 0.6 is difflib's default
     near = difflib.get_close_matches(word, names, 1, cutoff)
@@ -131,7 +131,7 @@ class Errors:
         self.first: BaseException | None = None
 
     def attempt(self, function: Callable[..., object], *arguments: Any) -> None:
-        """Call `function` and record its exception, even an interrupt or exit."""
+        """Call `function` and record any exception, including KeyboardInterrupt and SystemExit."""
         try:
             function(*arguments)
         except BaseException as error:  # the caller still has to call the remaining functions

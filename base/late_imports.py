@@ -6,7 +6,7 @@ from typing import Any
 
 
 def importer(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """Return a `__getattr__` for `package`. `homes` maps each public name to its relative module."""
+    """Return a `__getattr__` for `package`. `homes` maps each public name to the relative name of its module."""
 
     def get(name: str) -> Any:
         # the import system caches the module, so a second access costs a dictionary look-up

@@ -17,9 +17,9 @@ def is_pretrained(value: Any) -> bool:
 
 
 def find_models(module: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the name and module of each module with `save_pretrained`, but not those inside such a module.
+    """Yield the name and module of each outermost module with a `save_pretrained` method.
 
-    An adapter is therefore yielded without its base model.
+    For example, an adapter is yielded, but not the base model inside it.
     """
     if is_pretrained(module):
         yield name, module

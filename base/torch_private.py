@@ -66,7 +66,7 @@ def forget_wrapping(module: nn.Module) -> None:
 
 
 def forward_of_ddp(ddp: Any, *arguments: Any) -> Any:
-    """Call DistributedDataParallel.forward. If no profiler is running, skip the profiler range, which takes 35 us."""
+    """Call DistributedDataParallel.forward. If no profiler is running, skip the profiler range, which costs 35 us."""
     if is_profiling() or ddp._delay_all_reduce_all_params:
         return ddp.forward(*arguments)
     inputs, options = ddp._pre_forward(*arguments)
@@ -103,7 +103,7 @@ def is_view(tensor: Tensor) -> bool:
 
 
 def version_of(tensor: Tensor) -> int:
-    """Return how often a tensor was modified in place; 0 for an inference tensor, which has no version counter."""
+    """Return how many times a tensor was modified in place; 0 for an inference tensor, which has no version counter."""
     return 0 if tensor.is_inference() else tensor._version
 
 
@@ -122,7 +122,7 @@ DispatchMode = _python_dispatch.TorchDispatchMode
 
 
 def node_numbers() -> tuple[int, int | None]:
-    """Return the sequence numbers of the newest autograd node and of the node that backward is running (or None)."""
+    """Return the sequence numbers of the newest autograd node and of the node that backward is running, if any."""
     running: Any = torch._C._current_autograd_node()
     newest: int = torch._C._autograd._get_sequence_nr() - 1
     return newest, None if running is None else running._sequence_nr()
@@ -340,7 +340,7 @@ def iterates_plainly(loader: Any) -> bool:
 def reader_of(batches: Any) -> tuple[Callable[[], Any], float]:
     """Return a function that reads the next batch from a loader's iterator, and how many batches it can read.
 
-    The function skips torch's profiler range, which takes 35 us per batch, or 9 % of a small step.
+    The function skips torch's profiler range, which costs 35 us per batch, or 9 % of a small step.
     """
     base = torch.utils.data.dataloader._BaseDataLoaderIter
     # other iterator classes, such as that of a DataLoader subclass, may do additional work in __next__

@@ -1,4 +1,4 @@
-"""Version of Legato. This is a separate module because the package's modules do not import its public names."""
+"""Version of Legato. It has its own module because Legato's modules do not import the package's public names."""
 
 __version__ = "0.1.0"
 LAST_READER = "dbd35eb"

@@ -21,7 +21,7 @@ class Writer:
     """Writes checkpoints in a background thread, one at a time.
 
     The writer keeps one copy of the state in host memory. It reuses this memory for the next save, because writing to
-    new memory for the first time takes longer than the copy itself. The thread is not a daemon, so a process that exits
+    newly allocated memory takes longer than the copy itself. The thread is not a daemon, so a process that exits
     with an exception still finishes its checkpoint.
     """
 
@@ -43,8 +43,8 @@ class Writer:
     ) -> None:
         """Copy `contents`, start a thread that writes the copy, and return.
 
-        Before that, wait for the previous save to finish, and raise its error, if any. All ranks in `ranks` must call
-        this, and they must not use `ranks` for anything else until the save is done.
+        First wait for the previous save to finish, and raise its error, if any. All ranks in `ranks` must call this,
+        and they must not use `ranks` for anything else until the save is done.
         """
         self.wait()  # two saves at once would need memory for two copies
         # flatten here, not in the thread, so that if a value is invalid, the traceback points to the save

@@ -99,7 +99,7 @@ def first_complete(paths: Iterable[Location], check: Check) -> Location | None:
 
 
 def checkpoint_step(checkpoint: Location) -> int:
-    """Return a checkpoint's step from its (possibly temporary) name or else from its state; -1 if unreadable."""
+    """Return a checkpoint's step from its (possibly temporary) name or, failing that, its state; -1 if unreadable."""
     name = checkpoint.name.strip(".").split(".")[0]
     if STEP_NAME.fullmatch(name):
         return int(name.removeprefix("step-"))

@@ -86,7 +86,7 @@ def _state_dict(path: Path, loaded: Any) -> dict[str, Tensor]:
 
 
 def plain_names(path: object, weights: dict[str, Tensor], names: Collection[str]) -> dict[str, Tensor]:
-    """Remove the prefixes of DistributedDataParallel and torch.compile from weights' names, unless `names` has them."""
+    """Remove the prefixes that DDP and torch.compile add to weight names, unless `names` contains them."""
     if names and set(names) <= weights.keys():
         return weights
     plain = {_uncompiled(name): value for name, value in weights.items()}

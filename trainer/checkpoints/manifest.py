@@ -148,7 +148,7 @@ def parse_manifest(data: bytes) -> Manifest:
 
 
 def _is_entry(name: str, entry: Any) -> bool:
-    """Return whether a manifest entry is valid: the file's name, size and SHA-256."""
+    """Return whether a manifest entry has a valid file name, size and SHA-256."""
     return (
         name != MANIFEST
         and are_file_names([name])
@@ -199,7 +199,7 @@ def require_size(place: object, file: str, size: int, expected: int) -> None:
 
 
 def require_removable(place: object, content: Manifest, foreign: Sequence[str], run: str | None) -> None:
-    """Raise CheckpointError if `run` did not write the checkpoint, or if it contains `foreign` files."""
+    """Raise CheckpointError if `run` did not write the checkpoint, or if there are `foreign` files in it."""
     if run is not None and run != content.run:
         raise CheckpointError(f"{place} is not removed: another run wrote it.")
     if foreign:

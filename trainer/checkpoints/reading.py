@@ -29,7 +29,7 @@ KEYS = {"model": "state_dict", "base": "state_dict", "tensors": "optimizer_state
 
 
 def read(source: Location) -> dict[str, Any]:
-    """Read a checkpoint at a location (see `resolve`), or another program's file, whose names are left unchanged."""
+    """Read a checkpoint at a location (see `resolve`), or another program's file without renaming its weights."""
     if not is_file(source):
         return read_checkpoint(resolve(source))
     with local_file(source) as path:

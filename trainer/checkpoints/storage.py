@@ -100,7 +100,7 @@ class Folder(Protocol):
         """Return the existing bases (frozen_base.py), each with the SHA-256 of its tensors, by tensor name."""
 
     def add_base(self, write: Callable[[HashedFile], FileSum]) -> FileSum:
-        """Write a base with `write`, named after its SHA-256. Several processes may call this at the same time."""
+        """Write a base with `write`, named after its SHA-256. Multiple processes may call this at the same time."""
 
     def sweep(self) -> None:
         """Clean up after interrupted saves and removals. No other process may write to the folder at the same time."""

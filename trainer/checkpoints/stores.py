@@ -15,12 +15,12 @@ from ...base.location import REPOSITORY, STORES, is_repository
 T = TypeVar("T")
 
 TRIES, FIRST_WAIT = 6, 0.2
-"""Attempts per request, and seconds before the first retry. Each subsequent wait is twice as long, 6 s in total."""
+"""Attempts per request, and seconds before the first retry. The wait doubles after each retry, for a total of 6 s."""
 LASTING = (
     *(FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError),
     *(NotImplementedError, TypeError, ValueError),
 )
-"""Errors that a retry does not resolve. Any other error may be due to a lost connection or throttling."""
+"""Errors that a retry cannot resolve. Any other error may be due to a lost connection or throttling."""
 
 
 def connect(address: str) -> Any:

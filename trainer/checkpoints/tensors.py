@@ -49,7 +49,7 @@ def flat_bytes(tensor: Tensor) -> Tensor:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Read a safetensors file into this process's memory. Raises CheckpointError for any other file."""
+    """Read a safetensors file into this process's memory. Raises CheckpointError for any other kind of file."""
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             # Copied, because the library memory-maps the file: a mapped tensor fails if the file disappears from a

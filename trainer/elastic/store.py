@@ -36,7 +36,7 @@ class ElasticWorker:
     attempt: int
     """Index of the attempt; part of the prefix of the store's keys."""
     replicas: int | None = None
-    """Replicas of the run that this worker joins; None for a first member."""
+    """Replicas of the run that this worker joins; None for one of the first members."""
 
     @property
     def joins(self) -> bool:

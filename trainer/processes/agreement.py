@@ -18,9 +18,9 @@ SECONDS_BETWEEN = 1.0
 class Agreement:
     """Lets the ranks of a run agree, about once a second, on whether to stop.
 
-    In each agreement, the ranks also choose the step of the next one, and do not communicate in between. During an
-    evaluation, the ranks agree after a round of batches. Ranks without batches in the last rounds take part until all
-    ranks are done.
+    At each agreement, the ranks also choose the step at which they will next agree, and do not communicate in between.
+    During an evaluation, the ranks agree after a round of batches. Ranks without batches in the last rounds take part
+    until all ranks are done.
     """
 
     def __init__(self, ranks: Ranks, step: int, elapsed: float) -> None:
@@ -38,7 +38,7 @@ class Agreement:
         self.contributions.append((read, tell))
 
     def join(self, ranks: Ranks, step: int, elapsed: float) -> None:
-        """Start agreements with these ranks, from `step` on."""
+        """Start agreements with these ranks, beginning at `step`."""
         self.ranks = ranks
         self.stop = False
         """True if the ranks have agreed to stop the run."""
@@ -104,7 +104,7 @@ class Agreement:
         self._round_met_at, self._round_met = time.monotonic(), 0
 
     def agree_in_evaluation(self, rounds: int, done: bool, signal: int) -> bool:
-        """Agree after `rounds` rounds of an evaluation, or when this rank is `done`; return whether all are done."""
+        """Agree after `rounds` rounds of an evaluation, or when this rank is `done`. Return whether all are done."""
         now = time.monotonic()
         pace = (rounds - self._round_met) / max(now - self._round_met_at, 1e-6)
         progress = (0.0, 0.0) if done else (pace, float(rounds))
@@ -142,9 +142,9 @@ class GarbageCollector:
     """Collects garbage on all ranks at the same time and freezes the remaining objects (`gc.freeze`), as in nanochat.
 
     A full collection visits every object, and torch alone creates about 300,000. A collection in the middle of one
-    rank's step takes 0.1 s or more, while the other ranks wait. Once these objects are frozen, Python's automatic
-    collections take milliseconds. Does nothing if the user has disabled garbage collection, or if the user or an
-    enclosing run has already frozen objects.
+    rank's step takes 0.1 s or more, during which the other ranks wait. Once these objects are frozen, Python's
+    automatic collections take milliseconds. Does nothing if the user has disabled garbage collection, or if the user
+    or an enclosing run has already frozen objects.
     """
 
     def __init__(self) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 Ends = tuple[tuple[str, int], tuple[str, int]]
-"""Host and port of both ends of a connection."""
+"""Host and port of each end of a connection."""
 
 _noted: dict[int, Ends] = {}
 

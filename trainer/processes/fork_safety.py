@@ -1,4 +1,4 @@
-"""Pauses before a fork and at exit, until gloo's and NCCL's threads have released the interpreter.
+"""Pauses before a fork and at exit, to let gloo's and NCCL's threads release the interpreter.
 
 These threads acquire a thread state from the interpreter when they drop the last reference to a tensor. Up to CPython
 3.12, a child process that is forked at that moment, such as a loader worker, inherits the interpreter's lock in the

@@ -2,8 +2,8 @@
 
 A scheduler sends its signals to every process in a job. A signal could end the server while it is forking a worker,
 whose exit code would then be unknown. A worker that is being forked could also miss a signal. Therefore, the server and
-its new workers block the end signals. The server never receives them; it ends with the process that started it. A
-worker unblocks them after the fork.
+its new workers block the end signals. The server never receives them; it exits along with the process that started
+it. A worker unblocks them after the fork.
 """
 
 import os

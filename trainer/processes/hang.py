@@ -139,10 +139,10 @@ class Watchdog:
         self.place = Place()
         """Rank and node of this process, set before the rendezvous and again for each process group."""
         self.end_after: float | None = trainer.hang_timeout
-        """Seconds without progress after which the run ends, once start-up is over; None: never."""
+        """Seconds without progress after which the run ends, once startup is over; None: never."""
         self.report_after = REPORT_SECONDS
         self.begun = False
-        """True once start-up is over."""
+        """True once startup is over."""
         self.longest = 0.0
         """Duration of the longest step (or evaluation batch) so far in seconds, excluding the first."""
         self.reports = 0
@@ -182,7 +182,7 @@ class Watchdog:
         self.stacks.close()
 
     def begin(self) -> None:
-        """Mark the end of start-up, after which `hang_timeout` applies on all ranks."""
+        """Mark the end of startup, after which `hang_timeout` applies on all ranks."""
         self.begun = True
         with suppress(RuntimeError):  # connect while all ranks exist: in a short run the thread may be too late
             self._connect()
@@ -195,7 +195,7 @@ class Watchdog:
             now, moment = self._progress(), time.monotonic()
             if now != place:
                 changes += self.begun
-                # leave out start-up and the first step, which compiles kernels and fills loaders
+                # leave out startup and the first step, which compiles kernels and fills loaders
                 self.longest = max(self.longest, moment - since if changes > 2 else 0.0)
                 place, since = now, moment
                 report_at = max(self.report_after, LONGEST_STEPS * self.longest)
@@ -456,7 +456,7 @@ class Watchdog:
 
 
 def _remedy(positions: Mapping[int, Position]) -> str:
-    """Return advice for a run whose ranks all wait for each other."""
+    """Return advice for a run whose ranks are all waiting for each other."""
     idle = sorted(rank for rank, position in positions.items() if position["idle"])
     if idle:
         return (

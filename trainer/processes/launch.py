@@ -498,7 +498,7 @@ def run_workers(
 ) -> T:
     """Call `function` in `processes` new processes on this machine and return the first rank's result.
 
-    Each process uses `threads` intra-op threads. By default, this is OMP_NUM_THREADS or, if that is not set, the
+    Each process uses `threads` intra-op threads. The default is the value of OMP_NUM_THREADS or, if it is not set, the
     process's share of the cores, but at most the caller's number of threads. After a failure, all processes are stopped
     and restarted, up to `max_restarts` times. If `nodes` > 1, every node must make the same call, with NODE_RANK,
     MASTER_ADDR and MASTER_PORT set.

@@ -15,14 +15,14 @@ class Membership:
     """Membership in a run with a fixed set of processes. ElasticMembership overrides its methods."""
 
     open_outputs: Callable[[Any], None] | None = None
-    """Opens the loggers of a Run. Set during set-up, for a process that becomes rank 0 after the old one leaves."""
+    """Opens the loggers of a Run. Set during setup, for a process that becomes rank 0 after the previous one leaves."""
 
     def connect(self, place: Place) -> Place:
         """Form the process group, and return this process's rank and node as a `Place`."""
         return place
 
     def adopt_settings(self) -> None:
-        """Before set-up, adopt the settings of the run that this process joins."""
+        """Before setup, adopt the settings of the run that this process joins."""
 
     def check_members(self) -> None:
         """Leave the training loop if the ranks have agreed on a new generation of processes."""

@@ -52,7 +52,7 @@ _met = False
 """True once this process has taken part in a rendezvous."""
 
 LEAVE_SECONDS = 20.0
-"""Seconds that rank 0, which serves the store, waits until the others know that a rank failed before the rendezvous."""
+"""Seconds that rank 0, which serves the store, waits for other ranks to learn of a failure before the rendezvous."""
 
 
 def find_store(place: Place, timeout: timedelta, init_method: str | None = None) -> "tuple[str, Store]":
@@ -139,8 +139,8 @@ def _leave_failed(store: "Store", rank: int, world_size: int) -> None:
 def telling_failure(store: "Store", rank: int, world_size: int) -> Iterator[None]:
     """Report connection failures to all ranks: if any rank cannot connect in this context, all ranks exit.
 
-    Otherwise, the other ranks would wait until the start-up timeout. If this rank cannot connect, raises WorkerError
-    with gloo's error and advice. If another rank reports a failure, ends this process.
+    Otherwise, the other ranks would wait for the startup timeout to expire. If this rank cannot connect, raises
+    WorkerError with gloo's error and advice. If another rank reports a failure, ends this process.
     """
     connected = threading.Event()
     connection = store.clone()  # type: ignore[attr-defined]  # the main thread's connection serves one call at a time
@@ -317,7 +317,7 @@ def join_process_group(
 
 
 GROUPS = 4
-"""Number of process groups of a run: the script's, Legato's, and those of sharded saves and batch norm."""
+"""Number of process groups in a run: the script's, Legato's, and those for sharded saves and batch norm."""
 
 
 def allow_connections(ranks: int) -> None:

@@ -1,7 +1,7 @@
 """Sends functions, results and exceptions with tracebacks between a process and its workers, with cloudpickle.
 
 The files are in a private folder and are unpickled by a process of the same user and run, seconds after they were
-written. The folder is then removed; no pickle is kept.
+written. The folder is then removed, so no pickled data is kept.
 """
 
 import io
@@ -112,8 +112,8 @@ def unpack(path: Path, index: int = 0) -> Any:
 def pickled_by_value() -> Iterator[frozenset[str]]:
     """In this context, pickle by value the objects of modules that workers cannot import. Yields these modules' names.
 
-    These modules are the caller's script or notebook, and those that a tool loaded from a file (pytest's importlib
-    mode).
+    These modules are the caller's script or notebook, and modules that a tool loaded from a file (as in pytest's
+    importlib mode).
     """
     registered = cloudpickle.list_registry_pickle_by_value()
     names = {name for name, file in _module_files().items() if not _is_importable(name, file)}

@@ -57,7 +57,7 @@ class CheckpointFormat(Protocol):
 
 
 class DirectoryFormat:
-    """Legato's format: a directory with checksums, without pickle. Sharded states are stored as shards."""
+    """Legato's format: a directory with checksums and no pickled data. Sharded states are stored as shards."""
 
     # This class only makes calls: checkpoints/ implements the format, without knowledge of runs and trainers.
 

@@ -40,11 +40,11 @@ NOT_REFUSED = {"legato", "python", "numpy"}
 """Names below `numerics` that can affect a step only through its samples, which are compared by content."""
 ROUNDS = "batches of an epoch"
 LEFT_OUT_SAMPLES = "leave_out_samples"
-"""The only setting of samples that may change within an epoch, even under `bitwise`: no other sample moves."""
+"""The only sample setting that may change within an epoch, even under `bitwise`, because no other sample moves."""
 CONTENT = "data.content"
 SAMPLES, LISTED = "samples of the dataset", "files of the dataset"
 DATA = (SAMPLES, LISTED, "dataset length")
-"""Prefixes of changes that show that the run has different data."""
+"""Prefixes of changes that indicate that the run has different data."""
 FILES = 256
 """Maximum number of files to examine in a dataset."""
 MISSING = object()

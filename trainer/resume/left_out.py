@@ -1,4 +1,4 @@
-"""Hyperparameters that are code, such as functions: a checkpoint stores only their names."""
+"""Hyperparameters that are code, such as functions. A checkpoint stores only their names."""
 
 import logging
 from collections.abc import Mapping, Sequence

@@ -63,7 +63,7 @@ def load_task_weights(
 ) -> None:
     """Load a checkpoint's weights. For a sharded task, `state_dicts` loads them.
 
-    Raises CheckpointError, which lists the parameters that differ.
+    Raises a CheckpointError that lists the parameters that differ.
     """
     weights, task_weights = saved.get("state_dict"), task.state_dict()
     if not isinstance(weights, Mapping):

@@ -45,7 +45,7 @@ UNWRITABLE = (
     errno.ENOSPC,
     errno.EDQUOT,
 )
-"""Operating system errors that show that a folder is not writable."""
+"""Operating system errors that indicate that a folder is not writable."""
 
 
 class Saver:
@@ -227,7 +227,7 @@ class Saver:
     def save_after_error(self, path: Location, weights_only: bool = False) -> bool:
         """Write a checkpoint of the last finished step from an `on_exception` hook. Return whether it was written.
 
-        A step or validation in progress is discarded and is repeated when the run resumes. If the run has several
+        A step or validation in progress is discarded and is repeated when the run resumes. If the run has multiple
         processes, nothing is written, because other processes may have failed or may be in another step.
         """
         trainer, run = self.trainer, self.trainer.current_run

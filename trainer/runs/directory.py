@@ -40,7 +40,7 @@ AT_START = {
     *(CONFIG, RUN_FILE, POINTS_FILE, CHECKPOINTS, STARTS, EPOCHS, "config_given.yaml", "environment.json"),
     *("metrics.csv", "hparams.yaml"),
 }
-"""Files that a run without results may leave, in addition to files whose names start with a dot."""
+"""Files that a run without results may leave behind, in addition to files whose names start with a dot."""
 KILLED = "The run ended without an error message: it was killed, ran out of memory, or its machine went down."
 _TAIL = 1 << 16  # bytes at the end of metrics.jsonl that are searched for its last line
 
@@ -300,8 +300,8 @@ def _walk(folder: str) -> Iterator[Path]:
 def find_run(run: "str | os.PathLike[str]", root: "str | os.PathLike[str]" = ROOT) -> RunDirectory:
     """Find a run by its path, its address, the path of a file in it, or its name below `root`.
 
-    If several runs have this name, return the newest. If there is no such run, raises ConfigError with the most similar
-    name.
+    If several runs have this name, return the newest. If there is no such run, raises a ConfigError that suggests
+    the most similar name.
     """
     word, named, root = os.fspath(run), _readable(run), _readable(root)
     for path in (named, root / word):
@@ -326,7 +326,7 @@ def find_run(run: "str | os.PathLike[str]", root: "str | os.PathLike[str]" = ROO
 
 
 def _readable(place: "str | os.PathLike[str]") -> Path:
-    """Return the folder to read. For an address, this is a local folder with copies of the runs there."""
+    """Return the folder to read. For an address, this is a local folder with copies of the runs stored there."""
     where = to_location(place)
     return remote.copy_of(where) if isinstance(where, Address) else Path(where)
 

@@ -77,7 +77,7 @@ def add_start(directory: Path, facts: Mapping[str, Any], save_code: bool, config
 
 
 def command_of_process() -> dict[str, Any]:
-    """Return this process's command, and which of the script's Trainers is calling.
+    """Return this process's command, and which of the script's Trainers made the call.
 
     "script" is the file running as `__main__` (None in a notebook), "module" is the module after `python -m`,
     "trainer" is the Trainer's number in the script, and "fit" is the number of the Trainer's run.

@@ -2,7 +2,7 @@
 
     s3://bucket/runs/digits/version_3      ~/.cache/legato/runs/s3/bucket/runs/digits/version_3
 
-This lets loggers write ordinary files, and other modules don't have to handle object stores. `location_of`
+Loggers can therefore write ordinary files, and other modules don't have to handle object stores. `location_of`
 (base/location.py) returns the address of a mirrored folder. Checkpoints are not mirrored: they are read and written
 directly in the store (ObjectFolder).
 """
@@ -100,7 +100,7 @@ class Mirror:
         self._problem = ""
         """Error of the last upload; "" if it succeeded."""
         self._same: dict[str, tuple[int, int]] = {}
-        """File -> local size and time, for files that are identical in the store."""
+        """Maps each file that is identical in the store to its local size and modification time."""
         self._lock = threading.Lock()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -141,7 +141,7 @@ class Mirror:
     def download(self) -> None:
         """Download files that are missing from the local folder or differ there. Raises ConfigError.
 
-        A local file that starts with the stored contents is kept, because it is more recent if the run was killed here.
+        A local file that starts with the stored contents is kept: it is newer if the run was killed on this machine.
         """
 
         def fetch(name: str) -> None:

@@ -73,7 +73,7 @@ class DDPStrategy(GroupStrategy):
         optimization, and for a task that overrides `backward`."""
         self.ddp_forward: Callable[..., Any] | None = None
         self.require_reduced: Callable[[], object] = nullcontext
-        """Raises RuntimeError if DDP still waits for a gradient after the last backward pass of a step."""
+        """Raises RuntimeError if DDP is still waiting for a gradient after the last backward pass of a step."""
         self.undo_batch_norm: Callable[[], None] | None = None
         self.batch_norm_group: tuple[Any, Any] | None = None
         """The default process group, and the group of the same ranks for batch norm."""
@@ -233,7 +233,7 @@ class DDPStrategy(GroupStrategy):
             super()._add_up_ranks()
 
     def _check_reduced(self) -> None:
-        """Raise TaskError if other ranks still wait for gradients that this rank did not compute.
+        """Raise TaskError if other ranks are still waiting for gradients that this rank did not compute.
 
         The message lists the parameters without gradients.
         """
@@ -255,7 +255,7 @@ class DDPStrategy(GroupStrategy):
 
 
 def _is_quantized(task: nn.Module) -> bool:
-    """Return whether any weight of the task consists of several tensors."""
+    """Return whether any weight of the task consists of multiple tensors."""
     return any(plain_tensors(weight)[0] is not weight for weight in (*task.parameters(), *task.buffers()))
 
 

@@ -109,7 +109,7 @@ class GroupStrategy(Strategy):
             self.flat_sum.add_up(list(trainable(self.task)), int(self.loss_scale))
 
     def average(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Average gradients over ranks. A missing gradient counts as zero."""
+        """Average gradients over ranks. A missing gradient is treated as zero."""
         if self.flat_sum is None or self.task is None:
             return
         if self.task.trainer.reproducible == "bitwise":
@@ -124,8 +124,8 @@ Kind = tuple[torch.dtype, torch.device]
 class FlatSum:
     """Sums gradients over ranks, with one all_reduce of a flat buffer per dtype and device.
 
-    A missing gradient counts as zero. If any rank has a gradient for a parameter, every rank gets the sum. Flags at the
-    end of the buffer mark the parameters with a gradient.
+    A missing gradient is treated as zero. If any rank has a gradient for a parameter, every rank receives the sum.
+    Flags at the end of the buffer mark the parameters with a gradient.
     """
 
     def __init__(self, task: nn.Module, ranks: Ranks) -> None:

@@ -24,7 +24,7 @@ def build_remote_modules(task: "Task", seed: int) -> None:
 def make_module(name: str, make: Callable[[], nn.Module], seed: int) -> nn.Module:
     """Build a remote module, with the same initial weights under every strategy.
 
-    Raises TaskError if `name` is not an identifier or `make` does not return a module.
+    Raises TaskError if `name` is not an identifier, or if `make` does not return a module.
     """
     # a separate generator: the weights depend neither on the process that builds the module nor on earlier draws
     with torch.random.fork_rng(devices=[]):

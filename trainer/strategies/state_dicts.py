@@ -23,7 +23,7 @@ class StateParts(NamedTuple):
     optimizer: int = 1
     """Number of equal shards of the optimizer's state."""
     layers: int = 1
-    """Number of processes that the layers, and so the activations of a batch, are divided among."""
+    """Number of processes that the layers, and therefore a batch's activations, are divided among."""
 
 
 class StateDicts:

@@ -60,7 +60,7 @@ class Strategy:
     finds_unused = False
     """True if batches may leave parameters unused (find_unused_parameters=true)."""
     takes_one_loss = False
-    """True if a batch may have only one loss, even with several optimizers, because gradients cannot be separated."""
+    """True if a batch may have only one loss, even with multiple optimizers, because gradients cannot be separated."""
     queues_work = False
     """True if the device runs asynchronously on streams."""
     gradients_in_parts = False
@@ -84,7 +84,7 @@ class Strategy:
         self.timeouts = Timeouts(DEFAULT)
         """The limits on how long ranks wait for each other."""
         self.lockstep = False
-        """True if all processes must run the same number of batches; those with fewer add masked ones of weight 0."""
+        """True if all processes must run equally many batches. Processes with fewer add masked batches of weight 0."""
         self.shard = 0
         """Index of the weights that this process updates. Processes with the same index update the same weights."""
         self.has_all_weights = True
@@ -112,7 +112,7 @@ class Strategy:
         self.replica: int | None = None
         """The replica whose batches are being processed; None between steps."""
         self.frozen: list[nn.Parameter] = []
-        """Parameters that were not trainable at the last `regroup`, so that the strategy is not attached to them."""
+        """Parameters that were not trainable at the last `regroup`, so the strategy is not attached to them."""
         self.tree: ReplicaTree | None = None
         """Sums gradients in a fixed order."""
         self.unit_gradient: Tensor | None = None

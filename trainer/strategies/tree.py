@@ -59,7 +59,7 @@ class CarryStack(Generic[Value]):
 
 
 def add_gradients(left: Gradients, right: Gradients) -> Gradients:
-    """Add two lists of gradients item by item. None counts as zero."""
+    """Add two lists of gradients item by item. None is treated as zero."""
     pairs = [(a, b) for a, b in zip(left, right, strict=True) if a is not None and b is not None]
     if pairs:
         add_to_each([a for a, _ in pairs], [b for _, b in pairs])
@@ -242,7 +242,7 @@ class Bucket:
         self._give_gradients(gradients)
 
     def refuse_late_gradients(self) -> None:
-        """Raise TaskError if the backward pass added to a gradient that was already sent."""
+        """Raise TaskError if the backward pass added to a gradient that had already been sent."""
         if any(parameter.grad is not None for parameter in self.parameters):
             shapes = [tuple(parameter.shape) for parameter in self.parameters if parameter.grad is not None]
             raise TaskError(
@@ -310,7 +310,7 @@ class ReplicaTree(Protocol):
     """Sums the gradients of a step's replicas in a fixed order."""
 
     def begin_replica(self, replica: int) -> None:
-        """Start the batches of a replica, after all batches of the previous one."""
+        """Start the batches of a replica, after all batches of the previous replica."""
 
     def expect_last(self) -> None:
         """Prepare for the last backward pass of the step on this process."""

@@ -32,7 +32,7 @@ with warnings.catch_warnings():
 
 
 class Zero1Strategy(DDPStrategy):
-    """Distributed data parallelism with sharded optimizer states. Each process has the states of some parameters."""
+    """Distributed data parallelism with sharded optimizer states. Each process stores the states of some parameters."""
 
     name = "zero1"
 
@@ -52,8 +52,8 @@ class Zero1Strategy(DDPStrategy):
     def _sharded(self, optimizer: Optimizer) -> Optimizer:
         """Return an optimizer that updates this process's shard of the weights.
 
-        The returned optimizer shares the parameter groups of `optimizer`, so that learning rate schedulers of
-        `optimizer` affect it.
+        The returned optimizer shares the parameter groups of `optimizer`, so learning rate schedulers for `optimizer`
+        also affect the returned optimizer.
         """
         if isinstance(optimizer, ZeroRedundancyOptimizer):
             raise ConfigError(

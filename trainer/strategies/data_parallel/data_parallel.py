@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 
 class DataParallelStrategy(Strategy):
-    """One process with multiple devices. Every batch is split across all devices, for any number of replicas.
+    """One process with multiple devices. Every batch is split across all devices, regardless of the number of replicas.
 
-    A single thread launches the chunks of a batch one after another. Kernels run asynchronously, so a device computes
+    A single thread launches the chunks of a batch one after another. Kernels run asynchronously, so one device computes
     while the next chunk is being launched. In the backward pass, autograd uses one thread per device.
 
     Each accelerator draws random numbers from its own generator, keyed by step, replica and chunk. CPU devices share

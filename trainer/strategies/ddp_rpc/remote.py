@@ -123,7 +123,7 @@ def collect_gradients(context: int, rank: int) -> None:
 
 
 def drop_gradients(rank: int) -> None:
-    """Drop a trainer's gradients of an unfinished step."""
+    """Drop a trainer's gradients from an unfinished step."""
     with LOCK:
         GRADIENTS.pop(rank, None)
 

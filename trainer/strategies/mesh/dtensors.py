@@ -99,7 +99,7 @@ def gradients_of(optimizer: Optimizer) -> list[Tensor]:
 def total_norm(gradients: Iterable[Tensor], ranks: int, device: torch.device) -> Tensor:
     """Return the 2-norm of all gradients over `ranks` ranks, with one all-reduce on `device`.
 
-    Each rank divides its contribution by the number of ranks that have the same shard. So every parameter is counted
+    Each rank divides its contribution by the number of ranks that have the same shard, so every parameter is counted
     once, even if it is replicated. Gradients must not be partial sums.
     """
     squares, kind = [], torch.float32
@@ -135,8 +135,8 @@ def clip_norm(optimizer: Optimizer, limit: float, ranks: int, device: torch.devi
     """Scale the gradients down if their norm exceeds `limit`. Return the norm before clipping.
 
     Args:
-        one_order: whether to compute the norm from full gradients, as in a single process, so that the norm's bits do
-            not depend on the number of ranks.
+        one_order: whether to compute the norm from full gradients, as in a single process, so that the norm is
+            bitwise identical for any number of ranks.
     """
     gradients = gradients_of(optimizer)
     norm: Tensor

@@ -163,7 +163,7 @@ class MeshStrategy(GroupStrategy):
         """The outermost module if it is sharded, otherwise None."""
         self.wrapping: Wrapping | None = None
         self.sends: bool | None = None
-        """Whether FSDP reduces gradients in the next backward pass; None if not set yet on this layout."""
+        """Whether FSDP reduces gradients in the next backward pass; None if not set yet for this layout."""
         self.shard_tree: ShardTree | None = None
         """Sums sharded gradients in a fixed order."""
         self.tensor_gradients: TensorGradients | None = None

@@ -1,7 +1,7 @@
 """Sizes of a mesh's axes. This module does not import torch.
 
 Processes are ordered in the mesh as (pipeline, data, shard, tensor), with the last axis varying fastest. Therefore, the
-processes of a tensor-parallel group, which communicate most, are neighbors on one machine.
+processes of a tensor-parallel group, which communicate the most, are neighbors on one machine.
 """
 
 from collections.abc import Mapping

@@ -56,7 +56,7 @@ class Sum(torch.autograd.Function):
 
 
 class TensorShards:
-    """Computes this process's shards of each layer, one after the other."""
+    """Computes this process's shards of each layer, one after another."""
 
     def __init__(self, count: int, ranks: Ranks) -> None:
         """Divide the shards among the processes.
