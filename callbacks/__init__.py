@@ -1,4 +1,4 @@
-"""Callbacks: `callback.py` defines the base class with all hooks; every other module defines a kind of callback."""
+"""Callbacks: `callback.py` defines the base class with all hooks, and the other modules define specific callbacks."""
 
 from typing import TYPE_CHECKING
 

@@ -1,6 +1,6 @@
 """Callback: the hooks, and a diagram of the training loop.
 
-The diagram lists every hook in call order: `C` marks hooks of callbacks, `T` hooks of tasks. Callbacks run before the
+The diagram lists every hook in call order: `C` marks callback hooks, and `T` marks task hooks. Callbacks run before the
 task, with two exceptions: a MonitoringCallback, which acts on metrics, runs after the task, and a CheckpointCallback,
 which saves, runs last. A test checks this diagram against the code.
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("legato")
 
 NEW = ""
-"""Placeholder name of a checkpoint that is not named yet."""
+"""Placeholder for the name of a checkpoint that has not been named yet."""
 
 
 class Template(string.Formatter):
@@ -84,7 +84,8 @@ class Checkpoint(CheckpointCallback):
             the weights are frozen. `legato export RUN DIR/` turns such a checkpoint into a self-contained one.
         filename: Template for names, such as "epoch={epoch}-{val/acc:.3f}". Fields are `step`, `epoch` and names in
             `trainer.callback_metrics`. If a checkpoint with the same name exists, the new one replaces it, unless the
-            existing one would be kept. In that case, a version number is added to the new name, such as "best-v1".
+            existing one would be kept. In that case, a version number is appended to the new name, for example
+            "best-v1".
 
     Raises ConfigError if a count is negative, if two Checkpoint callbacks share a folder, or if nothing has logged the
     monitored metric by the end of an epoch.
@@ -146,7 +147,7 @@ class Checkpoint(CheckpointCallback):
 
     @property
     def scores(self) -> dict[str, float | None]:
-        """Monitored values by checkpoint name, oldest first. A checkpoint without a valid value has None."""
+        """Monitored values by checkpoint name, oldest first; None for a checkpoint without a valid value."""
         return {name: entry.score for name, entry in self.index.checkpoints.items()}
 
     @property
@@ -411,14 +412,14 @@ class Checkpoint(CheckpointCallback):
         return next(version for number in itertools.count(1) if (version := f"{name}-v{number}") not in kept)
 
     def _name(self, trainer: "Trainer", plain: bool = False) -> str:
-        """Return a name for the current step. `plain` ignores the template, so that `resume="auto"` finds the name."""
+        """Return a name for the current step. If `plain`, ignore the template, so `resume="auto"` finds the name."""
         if plain or self.filename is None:
             return trainer.saver.format.name(trainer.global_step)
         metrics = {name: float(value) for name, value in trainer.agreed_metrics.items()}
         return checkpoint_name(self.filename, metrics | {"step": trainer.global_step, "epoch": trainer.current_epoch})
 
     def _prune(self, trainer: "Trainer", changed: bool = False) -> None:
-        """Delete surplus checkpoints. With `changed`, write the index even if nothing is deleted."""
+        """Delete surplus checkpoints. If `changed` is true, write the index even if nothing is deleted."""
         kept = self.index.kept(self.save_top_k, self.save_last)
         surplus = [name for name in self.index.checkpoints if name not in kept]
         for name in surplus:
@@ -432,7 +433,7 @@ class Checkpoint(CheckpointCallback):
         """Return the value to rank by, or None if it is outdated or is a training mean over an incomplete epoch.
 
         Args:
-            between: Whether the run stops in the middle of an epoch.
+            between: Whether the run is stopping in the middle of an epoch.
         """
         if self._metric is None or ((self._is_cut_off or between) and self._metric.is_from_training(trainer)):
             return None

@@ -13,7 +13,7 @@ class CheckpointCallback(MonitoringCallback):
     """Base class for callbacks that save checkpoints. Their hooks run last.
 
     If you pass such a callback, the trainer does not add its default Checkpoint callback. The properties below return
-    the paths of kept checkpoints. A subclass does not have to override them.
+    the paths of kept checkpoints. Subclasses don't have to override them.
     """
 
     dirpath: Path | str | None = None
@@ -42,7 +42,7 @@ class CheckpointCallback(MonitoringCallback):
         """Save before the last validation of a run that stops mid-epoch. Every rank must call this method."""
 
     def save(self, trainer: "Trainer", always: bool = False) -> None:
-        """Save the current state. With `always`, save it even if it would not be kept.
+        """Save the current state. If `always` is true, save even if the checkpoint would not be kept.
 
         Every rank must call this method.
         """

@@ -16,7 +16,7 @@ log = logging.getLogger("legato")
 
 
 class EarlyStopping(MonitoringCallback):
-    """Ends the run when the monitored metric has not improved in `patience` consecutive checks.
+    """Ends the run when the monitored metric has not improved for `patience` consecutive checks.
 
     It checks the metric after each validation that logs it, or at the end of each epoch if training logs it, and sets
     `trainer.should_stop`.
@@ -70,7 +70,7 @@ class EarlyStopping(MonitoringCallback):
         return f"EarlyStopping[{self.monitor}, {self.mode}]"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the wait count and the best score. An infinite score becomes a string, since JSON has no infinity."""
+        """Return the wait count and best score. An infinite score becomes a string, since JSON cannot represent it."""
         return {
             "wait_count": self.wait_count,
             "best_score": self.best_score if math.isfinite(self.best_score) else str(self.best_score),

@@ -17,9 +17,9 @@ class ExportPretrained(Callback):
     """Writes the trained model to `pretrained/` in the run directory when `fit` ends.
 
     The model's `save_pretrained` writes the config, the generation config and the weights as safetensors; a PeftModel
-    writes only its adapter. A tokenizer or processor is also saved if it is an attribute of the task. `from_pretrained`
-    loads the folder. The exported weights are those that the task holds after `fit`. If the run fails or is preempted,
-    nothing is written. You can then export a checkpoint with `legato export RUN DIR --format hf`.
+    writes only its adapter. A tokenizer or processor is also saved if it is an attribute of the task. You can load the
+    folder with `from_pretrained`. The exported weights are the task's weights after `fit`. If the run fails or is
+    preempted, nothing is written, but you can still export a checkpoint with `legato export RUN DIR --format hf`.
 
     Args:
         shard_size: Maximum size of a weights file, such as "5GB"; larger weights are split into multiple files. None:

@@ -32,7 +32,7 @@ class BaseFinetuning(Callback):
 
     def __init__(self) -> None:
         self._trained: list[str] = []
-        """Names of the trained parameters in the checkpoint; empty in a new run."""
+        """Names of the trained parameters in the checkpoint; empty for a new run."""
         self._newest_epoch = -1
         """Last epoch for which `finetune_function` was called."""
 
@@ -153,7 +153,7 @@ class BaseFinetuning(Callback):
                 norm.track_running_stats = norm.weight.requires_grad
 
     def on_processes_changed(self, trainer: "Trainer", task: "Task") -> None:
-        """In a process that joins the run, unfreeze the parameters that the other processes train."""
+        """In a process that joins the run, unfreeze the parameters that the other processes are training."""
         self.on_fit_start(trainer, task)
 
     def on_train_epoch_start(self, trainer: "Trainer", task: "Task") -> None:
@@ -182,10 +182,10 @@ class BaseFinetuning(Callback):
 
 
 class BackboneFinetuning(BaseFinetuning):
-    """Freezes `task.backbone`, then unfreezes it with its own learning rate, which rises in each epoch.
+    """Freezes `task.backbone`, then unfreezes it with its own learning rate, which increases every epoch.
 
     Args:
-        unfreeze_backbone_at_epoch: First epoch that trains the backbone, counted from 0.
+        unfreeze_backbone_at_epoch: First epoch that trains the backbone, counting from 0.
         lambda_func: Function of the epoch (counted from 1) that returns the factor for the backbone's learning rate.
         backbone_initial_ratio_lr: Initial learning rate of the backbone as a fraction of the first group's.
         backbone_initial_lr: Initial learning rate of the backbone; overrides `backbone_initial_ratio_lr`.
@@ -194,7 +194,7 @@ class BackboneFinetuning(BaseFinetuning):
         verbose: Log the learning rates.
         rounding: Decimal places of logged learning rates.
 
-    Raises ConfigError if the task has no module `backbone`.
+    Raises ConfigError if the task has no `backbone` module.
     """
 
     def __init__(

@@ -57,7 +57,7 @@ class Monitor:
         return fresh
 
     def read(self, trainer: "Trainer") -> float | None:
-        """Return the current value, or None if there is none, or if validation measured it at an earlier step."""
+        """Return the current value, or None if there is no value or if validation measured it at an earlier step."""
         value = trainer.agreed_metrics.get(self.name)
         stale = self.from_validation and self._validated_step != trainer.global_step
         return None if value is None or stale else float(value)

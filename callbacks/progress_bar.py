@@ -23,7 +23,7 @@ SECONDS_BETWEEN_READINGS = 2.0
 CALLBACK_PREFIXES = ("lr-", "throughput/", "straggler/", "epoch")
 """Metrics of Legato's callbacks, which the table leaves out unless the task logs them with prog_bar=True."""
 NARROW = {"epoch": 5, "lr": 8, "time": 7}
-"""Widths of table columns that need fewer than the nine characters of a metric."""
+"""Widths of table columns that are narrower than the nine characters reserved for a metric."""
 
 
 class ProgressDisplay(Callback):
@@ -35,9 +35,9 @@ class ProgressBar(ProgressDisplay):
 
     The bar shows the epoch, the step, the time left in the epoch, samples per second over all replicas, and metrics
     logged with `prog_bar=True`. For training metrics, it shows the mean over the epoch so far. With multiple processes,
-    that mean extends to the latest logging point. For other metrics, the bar shows the latest value. tqdm redraws the
-    bar at most ten times a second. Outside of terminals and notebooks, the callback prints one line per minute instead.
-    Metrics are read from the device at logging points and every two seconds.
+    that mean only covers steps up to the latest logging point. For other metrics, the bar shows the latest value. tqdm
+    redraws the bar at most ten times a second. Outside of terminals and notebooks, the callback prints one line per
+    minute instead. Metrics are read from the device at logging points and every two seconds.
 
     The table shows metrics logged with `prog_bar=True` and the metric that a Checkpoint callback monitors. An asterisk
     marks that metric's best value. If there are no such metrics, the table shows all logged metrics. Epochs are counted
@@ -56,7 +56,7 @@ class ProgressBar(ProgressDisplay):
         self._columns: list[str] = []
         self._monitor: Monitor | None = None
         self._best: tuple[float, int] | None = None
-        """Best value of the monitored metric so far, and its step (-1 if it is from before a resume)."""
+        """Best value of the monitored metric so far, and its step (-1 if the value is from before a resume)."""
         self._began = self._epoch_began = self._evaluation_began = self._next = self._next_reading = NEVER
         self._start = (0, 0, 0)
         """Epochs, steps and samples at the start of the run."""
@@ -95,7 +95,7 @@ class ProgressBar(ProgressDisplay):
 
     # --- training ---------------------------------------------------------------------------------------------------
     def on_train_start(self, trainer: "Trainer", task: "Task") -> None:
-        """Start the clock of the run."""
+        """Start the run's clock."""
         self._began, state = time.monotonic(), trainer.state
         ended = state.epoch_rounds >= trainer.num_training_batches  # saved in the validation after its last step
         self._start = trainer.current_epoch + ended, trainer.global_step, state.samples_seen
@@ -314,7 +314,7 @@ def write(text: str) -> None:
 
 @cache
 def _tqdm() -> Any:
-    """Return a tqdm class without a monitor thread, which would outlive the run. It takes no lock across processes."""
+    """Return a tqdm class without a monitor thread, which would outlive the run. It uses no cross-process lock."""
     from tqdm.auto import tqdm
 
     class Bar(tqdm):  # type: ignore[type-arg]

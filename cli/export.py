@@ -170,7 +170,7 @@ def require_forward(task: Task) -> None:
 
 
 def example_input(task: Task) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return positional and named arguments for forward. Raises TaskError if forward does not accept them."""
+    """Return positional and keyword arguments for forward. Raises TaskError if forward does not accept them."""
     example: Any = task.example_input_array
     named = dict(example) if isinstance(example, Mapping) else {}
     positional = () if named else tuple(example) if isinstance(example, tuple) else (example,)

@@ -76,7 +76,7 @@ class StateSize:
 
     @property
     def checkpoint(self) -> int:
-        """Size of a checkpoint in bytes, accurate to a few kB."""
+        """Size of a checkpoint in bytes, accurate to within a few kB."""
         return self.weights + self.buffers + (self.optimizer or 0)
 
     def describe(self) -> str:

@@ -53,7 +53,7 @@ class Record:
     origin: str = ""
     """Name of the launcher that started the process."""
     bits: str = ""
-    """Versions and settings that affect the run's results bitwise, as text."""
+    """Versions and settings that affect the exact bits of the run's results, as text."""
 
 
 class Recorder(MonitoringCallback):
@@ -170,7 +170,7 @@ def layout_of(records: list[Record]) -> str:
 
 
 def bits_of(trainer: "Trainer") -> str:
-    """Describe the versions and settings that affect results bitwise, and how changing them affects resuming."""
+    """Describe versions and settings that affect the exact bits of results, and how changing them affects resuming."""
     numerics, is_bitwise = trainer.current_run.numerics, trainer.reproducible == "bitwise"
     names = [name for name in versions() if name not in NOT_REFUSED and numerics[name]]
     kernels = [str(numerics[name]) for name in ("cpu_capability", "device", "precision")]

@@ -1,4 +1,4 @@
-"""RunHistory: reads the starts, checkpoints and logged points in a run directory, without loading tensors."""
+"""RunHistory: reads the launches, checkpoints and logged points in a run directory, without loading tensors."""
 
 import logging
 from abc import abstractmethod
@@ -113,7 +113,7 @@ class RunHistory:
         return [(number, record) for number, record in records if record.get("stage", "fit") == "fit"]
 
     def start_of(self, step: int) -> tuple[int, dict[str, Any]]:
-        """Return (number, record) of the start that computed a step, or (-1, {}) if that start is not recorded."""
+        """Return (number, record) of the launch that computed a step, or (-1, {}) if that launch is not recorded."""
         return next((start for start in reversed(self.starts) if start[1].get("step", 0) < step), (-1, {}))
 
     @cached_property
@@ -159,4 +159,4 @@ class StudiedRun(RunHistory):
 
     @abstractmethod
     def make_unstarted(self, step: int) -> Any:
-        """Create the object that `unstarted` caches for each start."""
+        """Create the object that `unstarted` caches for each launch."""

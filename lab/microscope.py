@@ -31,7 +31,7 @@ class Microscope(MonitoringCallback):
     Args:
         every_n_steps: Observe every n-th optimizer step.
         modules: Regular expression; observe only modules whose names match it from the start (`re.match`).
-        activations: Observe activations too.
+        activations: Also observe activations.
     """
 
     def __init__(self, every_n_steps: int = 100, modules: str = "", activations: bool = True) -> None:

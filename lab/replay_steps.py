@@ -34,7 +34,7 @@ from .watchers import STEPS_FILE, SameData
 log = logging.getLogger("legato")
 
 Make = Callable[[], Sequence[Any]]
-"""Creates a new trainer, followed by a new task and data in the order of `trainer.fit`'s arguments."""
+"""Function that returns a new trainer, followed by a new task and data in the order of `trainer.fit`'s arguments."""
 NOT_REPLAYED = (
     *(CheckpointCallback, ProgressDisplay, ModelSummary),
     # these callbacks log times, which differ in each run, so the comparison would fail
@@ -73,14 +73,14 @@ class Replayed:
 
     history: RunHistory
     source: CheckpointRecord | None
-    """The checkpoint that the replay started from; None: the start of the run."""
+    """The checkpoint that the replay started from; None if it started from the beginning of the run."""
     last: int
     """The last step to compare."""
     directory: Path
     to_the_bit: bool
     """True if the replay must be bitwise identical to the run."""
     why: str
-    """The reason for `to_the_bit`."""
+    """Why `to_the_bit` is true or false."""
 
     def __post_init__(self) -> None:
         self.compared_steps = self.values = self.differing = 0

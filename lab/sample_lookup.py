@@ -90,7 +90,7 @@ class SampleLookup:
         return self._data[key]
 
     def at(self, step: int) -> StepInput:
-        """Return the sample indices of each replica in a step or, for a stream, the batch numbers. This loads no data.
+        """Return the sample indices of each replica in a step or, for a stream, the batch numbers. No data is loaded.
 
         Raises DataError if a sampler returns a different order each time, so that the run's order is unknown.
         """
@@ -206,7 +206,7 @@ def shown_steps(lookup: SampleLookup, index: Any, until: int | None, replica: in
 
 
 def shown_batches(task: Any, items: Sequence[ReplicaBatch]) -> Iterator[str]:
-    """Yield a description of each batch from `describe_batch`, or its repr."""
+    """Yield each batch's description from `describe_batch` or, without one, its repr."""
     for item in items:
         described = task.describe_batch(item.batch)
         yield f"  replica {item.replica}, batch {item.batch_idx:,}:"

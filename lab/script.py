@@ -1,4 +1,4 @@
-"""ScriptHistory: a run started by a script. To recreate the task and data, Legato reruns the script up to fit."""
+"""ScriptHistory: a run started by a script. Legato reruns the script up to fit to recreate the task and data."""
 
 import json
 import logging

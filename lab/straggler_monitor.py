@@ -122,7 +122,7 @@ class StragglerMonitor(Callback):
         self._last, self._ready = parameter, self._clock.stamp()
 
     def _own_work(self) -> float:
-        """Return the mean own work per step since the last agreement, in seconds, or 0 if there was no step."""
+        """Return this rank's seconds of own work per step since the last agreement, or 0 if there were no steps."""
         spans, self._spans = self._spans, []
         times = [seconds for begin, end in spans if (seconds := self._clock.seconds(begin, end)) is not None]
         return sum(times) / len(times) if times else 0.0

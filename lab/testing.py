@@ -30,7 +30,7 @@ Weights = dict[str, Tensor]
 
 
 def check_strategy(make: Callable[[], "Strategy | str"], processes: Sequence[int] = (1, 2, 3)) -> None:
-    """Train a small task with a strategy and compare the result with a hand-written loop.
+    """Train a small task with a strategy and compare the result with that of a hand-written loop.
 
     A strategy must obey these rules:
 
@@ -175,7 +175,7 @@ def _train(make: Callable[[], "Strategy | str"], folder: Path) -> list[str]:
 
 
 def _by_hand(rank: int, size: int, replicated: bool, record: _Record, task: Any) -> list[str]:
-    """Compare this rank's gradients, weights and buffers with a hand-written loop, and return the broken rules."""
+    """Compare this rank's gradients, weights and buffers with a hand-written loop's, and return the broken rules."""
     model, (inputs, targets) = _Small(0), _data(size)
     for step, gradients in enumerate(record.gradients[: STEPS if replicated else 1]):
         begin = step * size * BATCH

@@ -64,7 +64,7 @@ class Segment:
     causes: list[str] = field(default_factory=list)
     """Changes since the run, including changes that did not affect the result."""
     not_compared: list[str] = field(default_factory=list)
-    """Names that only the run logged: speeds, and values logged after the last checkpoint."""
+    """Names of values that only the run logged: speeds, and values logged after the last checkpoint."""
 
     @property
     def steps(self) -> tuple[int, int]:
@@ -253,7 +253,7 @@ class Verification:
 def processes_for(start: Mapping[str, Any]) -> int:
     """Return the number of processes that recompute the steps of a launch.
 
-    If results must be bitwise identical, a number other than the run's is chosen where possible.
+    If results must be bitwise identical, a number other than the run's is chosen if possible.
     """
     before, replicas = int(start.get("processes") or 1), int(start.get("replicas") or 1)
     here = torch.accelerator.device_count() if torch.accelerator.is_available() else os.cpu_count() or 1

@@ -1,4 +1,4 @@
-"""Callbacks for replays, which report, save or debug a step, or stop the replay after it."""
+"""Callbacks that report, save or debug a step of a replay, or stop the replay after it."""
 
 import json
 import logging

@@ -1,4 +1,4 @@
-"""Loggers: `logger.py` defines the base class; every other module defines an implementation."""
+"""Loggers: `logger.py` defines the base class, which modules such as `tensorboard.py` implement."""
 
 from typing import TYPE_CHECKING
 

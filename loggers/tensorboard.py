@@ -22,7 +22,7 @@ log = logging.getLogger("legato")
 OWN_METRICS = re.compile(r"epoch$|lr-|throughput/|straggler/")
 """Names of metrics that Legato's callbacks log."""
 LAST = "~run/"
-"""Group of these metrics. TensorBoard sorts groups by name, and "~" sorts after all letters."""
+"""Group for metrics that Legato's callbacks log. TensorBoard sorts groups by name, and "~" sorts after all letters."""
 BEST = "~best/"
 _FOLDER = "It writes to the run directory: set default_root_dir and run_name, or run.root and run.name in a config."
 INSTEAD = {

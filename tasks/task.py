@@ -168,7 +168,7 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
         raise NotImplementedError(f"{type(self).__name__} has no test_step.")
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the prediction for a batch. By default, returns `self(batch)`."""
+        """Return the prediction for a batch. The default is `self(batch)`."""
         return self(args[0])
 
     def configure_model(self) -> None:

@@ -47,7 +47,7 @@ MISNOMERS = {
 """Common misnomers for steps and loaders. Using one is an error unless the task also defines the right name."""
 
 STEP_SIMILARITY = 0.9
-"""Minimum similarity at which a method's name is treated as a misspelled step; that of `train_step` is only 0.87."""
+"""Minimum similarity at which a method's name is treated as a misspelled step; `train_step` only reaches 0.87."""
 
 
 class Hooks(dict[str, Calls]):
@@ -264,7 +264,7 @@ def count_arguments(task: Any, step: str, several_loaders: bool = True) -> int:
 def fitted(hook: Callable[..., Any], count: int, several_loaders: bool) -> Callable[..., Any]:
     """Return `hook` as a function that accepts `count` arguments.
 
-    If the hook accepts one argument fewer, the last argument, dataloader_idx, is dropped.
+    If the hook accepts only `count` - 1 arguments, the last one, dataloader_idx, is dropped.
 
     As in Lightning, a hook with `*args` receives dataloader_idx only if `several_loaders` is true.
     """

@@ -43,7 +43,7 @@ class Preemption:
         self.signal = 0
         """The termination signal that this process received; 0 if there was none."""
         self.started = False
-        """Whether training has started, so that there may be something to save."""
+        """Whether training has started, so there may be something to save."""
         self.leaving = False
         """Whether the run is already ending early."""
         self.first_step = 0

@@ -288,7 +288,7 @@ class Run(Call):
 
     # --- between steps ----------------------------------------------------------------------------------------------
     def write_point(self, values: dict[str, float]) -> None:
-        """Write a logging point on rank 0, at the latest step or at the step of the evaluated checkpoint."""
+        """Write a logging point on rank 0, at the latest step or at the step of the checkpoint being evaluated."""
         step, epoch = self.evaluated_point or (self.state.global_step, self.state.epoch)
         # the run's epoch overrides a value that a task logs as "epoch", so that all points of a step agree
         self.loop.point = step, values = step, {**values, "epoch": epoch}

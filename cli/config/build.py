@@ -56,7 +56,7 @@ class ConfiguredRun:
 
 
 def build_config(config: Config) -> ConfiguredRun:
-    """Build the objects that a config describes. The config's seed also seeds the construction of task and data.
+    """Build the objects that a config describes. The config's seed is also used when building the task and the data.
 
     Raises ConfigError if building fails.
     """

@@ -157,7 +157,7 @@ def load_config(words: Sequence[str], before_imports: Callable[[Mapping[str, Any
 
     Args:
         before_imports: Function to call with the values after keys are checked and before classes are imported. The
-            import may be slow.
+            imports may be slow.
 
     Raises ConfigError with a list of up to five mistakes: in keys or, if all keys are correct, in values.
     """

@@ -93,7 +93,7 @@ class CombinedLoader(Iterable[tuple[Any, int, int]]):
         return sum(require_samples(piece) for piece in self.pieces(batch) if piece is not None)
 
     def pieces(self, batch: Any) -> list[Any]:
-        """Return each loader's piece of a combined batch; in mode "sequential", the batch is the only piece."""
+        """Return each loader's piece of a combined batch; in "sequential" mode, the batch is the only piece."""
         return [batch] if self.mode == "sequential" else [reduce(getitem, keys, batch) for keys in self._keys]
 
     def _rows(self) -> Iterator[list[Any]]:
@@ -226,7 +226,7 @@ PART_STREAM = 0x7061727473
 
 
 class CombinedPart(MapLoader):
-    """One loader of a CombinedLoader, distributed by batches: position p is batch p % count of pass p // count."""
+    """A loader in a CombinedLoader, distributed in whole batches: position p is batch p % count of pass p // count."""
 
     def __init__(self, name: str, loader: "DataLoader[Any]", seed: int, in_order: bool, padded_for: int) -> None:
         super().__init__(loader, seed, in_order)

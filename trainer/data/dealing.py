@@ -222,7 +222,7 @@ class EvaluationData:
 
         Args:
             shares: indices of loaders that are known to yield a separate share in each process.
-            ranks: the ranks that compare samples to find out whether a loader yields the same data on all of them.
+            ranks: the ranks that compare samples to find out whether a loader yields the same data on all ranks.
             expects_shares: whether to treat map-style data as a share if its samples cannot be compared.
             count: function that counts the samples in a stream's batch.
         """

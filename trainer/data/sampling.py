@@ -6,7 +6,7 @@
     DealtBatches                                                        all three, as a batch sampler
 
 Code in this module does not depend on a rank, build a list as long as the dataset, or import torch. Any process can
-take over at any position, and planning 10^12 samples over 16,384 processes takes milliseconds.
+take over at any position, and planning 10^12 samples across 16,384 processes takes milliseconds.
 """
 
 from array import array
@@ -162,9 +162,9 @@ class Deal:
 
     `drop_last` drops the last round unless every replica has a full batch in it. `limit_rounds` ends the epoch early.
     The last step consists of the remaining rounds and may be shorter. If `padded` is true, all replicas have the same
-    number of positions in the last round: the added positions, fewer than the number of replicas, repeat the epoch's
-    first samples. If samples are left out, `count` returns the number of remaining samples at positions [start, stop),
-    and empty batches are skipped.
+    number of positions in the last round: the positions added for this purpose (fewer than the number of replicas)
+    repeat the epoch's first samples. If samples are left out, `count` returns the number of remaining samples at
+    positions [start, stop), and empty batches are skipped.
     """
 
     length: int
@@ -275,7 +275,7 @@ class EpochOrder:
     length: int
     order: EpochIndices
     size_of: Callable[[int], int] | None = None
-    """Returns the number of samples at a position if each position is a batch; None if each is a sample."""
+    """Function that returns the number of samples at a position; None if each position is a sample, not a batch."""
     left_out: Collection[int] = ()
     """Dataset indices to leave out of all batches."""
     parts: "Mapping[str, EpochOrder] | None" = None

@@ -14,7 +14,7 @@ class ReplicaBatch:
 
     replica: int
     batch_idx: int
-    """Round of the epoch, shared by the batches of all replicas in it."""
+    """Number of the batch's round within the epoch, which is the same for all replicas in that round."""
     batch: Any
     samples: int
     dataloader_idx: int = 0
@@ -68,7 +68,7 @@ class Dealing:
     accumulate: int = 1
     seed: int = 0
     full_rounds: bool = False
-    """Whether to drop a round in which some replica has no batch."""
+    """Whether to drop a round if any replica has no batch in it."""
     keyed: bool = True
     """Whether to key the random numbers of each batch's loading; False with `reproducible: off`."""
     lockstep: bool = False

@@ -192,7 +192,7 @@ class StreamData:
         return batches
 
     def _next_epoch(self, epoch: int, state: dict[str, Any]) -> Iterator[Any]:
-        """Return an iterator over `epoch` of a loader that counts epochs itself, given its `state` in the last one."""
+        """Return an iterator over `epoch` of a loader that counts epochs itself; `state` is from the previous epoch."""
         self.opened, self.ended, self.is_restored = epoch, False, True
         self.loader.load_state_dict(state)
         batches: Iterator[Any] = read_loader(self.loader)

@@ -141,7 +141,7 @@ class Metrics:
         self.replica, self.samples, self.in_batch = replica, samples, True
 
     def open_loader(self, index: int) -> None:
-        """Append the loader's index to subsequent names, if the evaluation has several loaders."""
+        """Append the loader's index to subsequent names if the evaluation has several loaders."""
         if self.loaders:
             self.suffix, self.loader = f"{LOADER_MARK}{index}", index
             self.loaders_seen.add(index)

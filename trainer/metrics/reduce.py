@@ -104,7 +104,7 @@ def to_floats(values: Sequence[Any]) -> list[float]:
 
 
 def read_kind(reduce_fx: str | Callable[..., Any], name: str) -> str:
-    """Return the member of KINDS for `reduce_fx`, which is its name or the torch or Python function with that name."""
+    """Return the member of KINDS for `reduce_fx`, given as a name or as the torch or Python function with that name."""
     kind = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "")
     kind = {"avg": "mean", "amin": "min", "amax": "max"}.get(kind.lower(), kind.lower())
     if kind not in KINDS:

@@ -1,6 +1,6 @@
 """BatchWeights: weights of the batches in a step's gradient, if training_step returns them.
 
-The gradient of a step is the mean over its batches, weighted by their samples or by training_step's weights:
+The gradient of a step is the mean over its batches, weighted by their numbers of samples or by training_step's weights:
 
     {"loss": loss, "weight": tokens}       sum(tokens * gradient of loss) / sum(tokens)
 

@@ -54,7 +54,7 @@ def require_finite(trainer: "Trainer") -> None:
 
 
 def explained(trainer: "Trainer", error: NonFiniteError) -> NonFiniteError:
-    """Return the error, extended by a diagnosis of the latest batch and the task. All ranks must call this.
+    """Return the error, extended with a diagnosis of the latest batch and the task. All ranks must call this.
 
     The diagnosis comes from the rank with the earliest non-finite loss. If all losses are finite, it comes from the
     first rank with findings.

@@ -29,7 +29,7 @@ class DriftGuard:
     def restart(self) -> None:
         """Make the next logging point compare the weights, even in a new set of ranks. All ranks must call this."""
         self.compared_at, self.next_time, self.waited = -1, 0.0, 0.0
-        """Step of the latest comparison, agreed time of the next one, and seconds that the latest one waited."""
+        """Step of the latest comparison, agreed time of the next one, and seconds spent waiting in the latest one."""
 
     def compare_if_due(self, step: int, elapsed: float) -> None:
         """Compare the weights after `step` if enough time has passed.

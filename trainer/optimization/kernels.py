@@ -30,8 +30,8 @@ def numerics(
 ) -> dict[str, Any]:
     """Return every setting that affects the low-order bits of a result, except the order of additions.
 
-    Bits have been observed to change with the number of threads, the instruction set, and the choice of `fused` or
-    `foreach` optimizers.
+    Results have been observed to change bitwise with the number of threads, the instruction set, and the choice of
+    `fused` or `foreach` optimizers.
 
     Args:
         options: the value of trainer.compile.

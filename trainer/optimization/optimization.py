@@ -99,7 +99,7 @@ class Optimization:
     def _find_draws(self) -> tuple[bool, bool, bool]:
         """Return whether random numbers may be drawn in updates, in hooks before updates, and in hooks before steps.
 
-        If a result is True, the generators must be seeded there.
+        If a result is True, the generators must be seeded at that point.
         """
         if self.trainer.reproducible == "off":
             return False, False, False
@@ -248,7 +248,7 @@ class Optimization:
             self.trainer.current_run.check_losses()
 
     def divide_gradients(self, step: StepInput) -> None:
-        """Divide gradients and losses by the weights of the step's batches, if they have weights.
+        """Divide gradients and losses by the weights of the step's batches, if any.
 
         All ranks must call this.
         """

@@ -73,9 +73,9 @@ def make_loaders(call: Call, begun: Mapping[str, Any] | None = None) -> None:
 
 
 def plan_validation(call: Call) -> None:
-    """Compute the number of batches per replica, or of seconds, between validations.
+    """Set the interval between validations, in batches per replica or in seconds.
 
-    Both are None if validations run at the end of epochs.
+    Neither is set if validations run at the end of epochs.
     """
     interval, over_epochs = call.trainer.val_check_interval, call.trainer.check_val_every_n_epoch is None
     if "validation" not in call.data.evaluations:
