@@ -440,7 +440,7 @@ class TrainerAttributes(OwnParts, Trainer):
 
     @property
     def precision_plugin(self) -> Precision:
-        """The precision, with the run's gradient scaler."""
+        """The run's precision, including its gradient scaler."""
         precision = Precision()
         precision.precision, precision.scaler = str(self.precision), self.strategy.precision.scaler
         return precision

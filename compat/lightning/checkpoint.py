@@ -59,7 +59,7 @@ class Code:
 
 # --- what a file may contain ------------------------------------------------------------------------------------------
 def _plain_classes() -> list[Any]:
-    """Return the classes that `torch.load` may load besides torch's own. Loading their instances executes no code."""
+    """Return the classes that `torch.load` may load besides torch's own. Loading these never executes any code."""
     kinds = {type(np.dtype(code)) for code in np.typecodes["All"] if code not in "OVM"}
     classes: list[Any] = [timedelta, PosixPath, np.ndarray, np.dtype, *kinds]
     # a nested pickle is not read
@@ -92,7 +92,7 @@ def _is_nested(key: str, value: Any) -> bool:
 
 
 def _wrap_code(values: Mapping[str, Any], is_outer: bool = True) -> dict[str, Any]:
-    """Return the contents of a file. Values that `torch.load` would reject are wrapped in Code."""
+    """Return a file's contents, with values that `torch.load` would reject wrapped in Code."""
     wrapped = {}
     for key, value in values.items():
         try:
@@ -275,7 +275,7 @@ def run_of(path: Path) -> str | None:
 
 
 def in_one_piece(value: Any, ranks: Any) -> Any:
-    """Return nested values with all sharded tensors gathered on rank 0. Every rank of `ranks` must call this."""
+    """Return nested values with all sharded tensors gathered on rank 0. Every rank in `ranks` must call this."""
     block = value if isinstance(value, ShardBlock) else shard_block(value) if isinstance(value, Tensor) else None
     if block is not None:
         parts = ranks.gather_objects((block.offset, block.block.cpu()))

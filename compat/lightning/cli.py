@@ -380,7 +380,7 @@ class LightningCLI:
     def _give_model_optimizers(self) -> None:
         """Replace the module's `configure_optimizers` with one that returns the command line's optimizer and scheduler.
 
-        Raises MisconfigurationException if there are several optimizers or schedulers.
+        Raises MisconfigurationException if there are multiple optimizers or schedulers.
         """
         parser = self._parsers[self.subcommand]
         groups = [

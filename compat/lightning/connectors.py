@@ -97,7 +97,7 @@ class LoggerConnector(Connector):
 
 
 class CallbackConnector(Connector):
-    """Connector that orders callbacks and adds those of a module."""
+    """Connector that orders callbacks and adds a module's callbacks."""
 
     def _reorder_callbacks(self, callbacks: list[Any]) -> list[Any]:
         return sorted(callbacks, key=lambda callback: isinstance(callback, CheckpointCallback))

@@ -24,7 +24,7 @@ def run_convert(arguments: Namespace) -> None:
 
 
 def convert_checkpoint(source: Path, target: Path) -> tuple[int, int]:
-    """Convert a checkpoint to Lightning's format, and return its epoch and step.
+    """Convert a checkpoint to Lightning's format and return its epoch and step.
 
     If `source` is a folder of checkpoints, its newest complete checkpoint is converted. Raises CheckpointError if there
     is no checkpoint, if `target` exists, or if the suffix of `target` is wrong.

@@ -10,7 +10,7 @@ from .loggers import FabricLogger
 
 
 class EvaluationPoints:
-    """Stores the values that evaluation steps log for a batch, and writes them when the batch ends."""
+    """Stores the values that evaluation steps log for a batch and writes them when the batch ends."""
 
     def __init__(self, trainer: Any, run: Any) -> None:
         self.trainer, self.run = trainer, run

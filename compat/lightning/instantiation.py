@@ -18,7 +18,7 @@ def require_jsonargparse() -> None:
 
 
 def instantiate_module(class_type: type[ModuleType], config: dict[str, Any]) -> ModuleType:
-    """Instantiate a class, or its subclass `config["_class_path"]`, from a config."""
+    """Instantiate a class, or the subclass that `config["_class_path"]` specifies, from a config."""
     require_jsonargparse()
     from jsonargparse import ArgumentParser
 

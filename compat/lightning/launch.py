@@ -44,7 +44,7 @@ def shared_seed() -> int:
 
 
 def start_ranks(count: int, seed: int) -> None:
-    """Make this process rank 0, and start ranks 1 to `count` - 1 with the same command."""
+    """Make this process rank 0 and start ranks 1 to `count` - 1 with the same command."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = str(listener.getsockname()[1])

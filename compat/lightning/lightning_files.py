@@ -1,4 +1,4 @@
-"""Conversion of a run's progress from and to Lightning's checkpoint files."""
+"""Conversion of a run's progress to and from Lightning's checkpoint files."""
 
 import logging
 from collections.abc import Mapping

@@ -123,7 +123,7 @@ class FabricLogger(PlacesPoints, WithoutFiles, logger.Logger, ABC):
         """Record hyperparameters."""
 
     def log_point(self, values: Mapping[str, float], step: int) -> None:
-        """Write the values of a logging point, and save the logger."""
+        """Write the values of a logging point and save the logger."""
         super().log_point(values, step)
         self.save()
 
@@ -395,7 +395,7 @@ class TensorBoardLogger(FolderParts, tensorboard.TensorBoardLogger):
                 module.training = mode
 
     def save(self) -> None:
-        """Flush all events, and write `hparams.yaml` if it does not exist."""
+        """Flush all events and write `hparams.yaml` if it does not exist."""
         super().save()
         folder = Path(self.log_dir or "")
         if self._writer is not None and not (folder / self.NAME_HPARAMS_FILE).exists():
@@ -506,7 +506,7 @@ class CSVLogger(FolderParts, csv_file.CSVLogger):
         super().log_hyperparams(as_dict(params))
 
     def save(self) -> None:
-        """Sync the file to disk, and create the folder even if nothing was logged."""
+        """Sync the file to disk. Create the folder even if nothing was logged."""
         if rank_zero_only.rank == 0 and self.log_dir is not None:
             Path(self.log_dir).mkdir(parents=True, exist_ok=True)
         super().save()

@@ -354,7 +354,7 @@ class PredictionLoop(Loop):
     def predictions(self) -> list[Any]:
         """This process's predictions so far or, after the call, the final result.
 
-        If there are several loaders, there is one list per loader.
+        If there are multiple loaders, there is one list per loader.
         """
         if self._loop_state is None:
             return self.trainer.predictions

@@ -302,7 +302,7 @@ class LightningModule(InitialHyperparameters, Task):
 
     # --- optimization -----------------------------------------------------------------------------------------------
     def make_optimizers(self) -> tuple[list[Optimizer], list[SchedulerConfig]]:
-        """Return the optimizers and schedulers for a fit. Warn about those that Legato rejects in a task."""
+        """Return the optimizers and schedulers for fit. Warn about those that Legato rejects in a task."""
         return make_optimizers(self)
 
     def clip_gradients(
@@ -414,7 +414,7 @@ class LightningModule(InitialHyperparameters, Task):
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
-        """Within this context, use evaluation mode, and hide the trainer so that torch does not traverse it."""
+        """Within this context, use evaluation mode and hide the trainer so that torch does not traverse it."""
         # torch.jit and the exporter traverse every attribute, and the trainer refers to loggers and files
         modes, trainer = [(module, module.training) for module in self.modules()], self.__dict__.pop("_trainer", None)
         self.eval()
@@ -548,7 +548,7 @@ class LightningDataModule(InitialHyperparameters, DataModule):
 
 
 def _sizes(make_loaders: Any) -> str:
-    """Return the sizes of the datasets whose loaders a method creates, or "None" if there are no loaders yet."""
+    """Return the dataset sizes of the loaders that a method creates, or "None" if there are no loaders yet."""
 
     def size(loader: Any) -> str:
         return f"size={len(loader.dataset) if isinstance(loader.dataset, Sized) else 'NA'}"

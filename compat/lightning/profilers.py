@@ -255,7 +255,7 @@ class PyTorchProfiler(Profiler):
         return torch.profiler.profile(**options)
 
     def summary(self) -> str:
-        """Stop recording, and return the table of operators."""
+        """Stop recording and return the table of operators."""
         profiler = self._end()
         events = None if profiler is None or self._nvtx else profiler.key_averages(group_by_input_shape=self._group)
         if not events:
@@ -315,7 +315,7 @@ PROFILERS: dict[str, type[Profiler]] = {"simple": SimpleProfiler, "pytorch": PyT
 
 
 def make_profiler(wanted: str | Profiler | None) -> Profiler:
-    """Return a profiler by name. Return a Profiler object unchanged, and return a PassThroughProfiler for None.
+    """Return the profiler with this name. A Profiler object is returned unchanged; None becomes a PassThroughProfiler.
 
     Raises ConfigError for an unknown name.
     """
@@ -408,7 +408,7 @@ class Profiling(Callback):
         return items
 
     def teardown(self, trainer: "Trainer", task: "Task", stage: str) -> None:
-        """Stop measuring, and write the report."""
+        """Stop measuring and write the report."""
         self._undo.close()
         try:
             self.profiler.describe()

@@ -61,7 +61,7 @@ class Strategy(strategy.Strategy):
 
     @property
     def precision_plugin(self) -> Precision:
-        """The precision, with the gradient scaler of the run."""
+        """The run's precision, including its gradient scaler."""
         precision = Precision()
         precision.precision, precision.scaler = self.precision.name, self.precision.scaler
         return precision
@@ -132,7 +132,7 @@ class Strategy(strategy.Strategy):
         self.collectives.barrier()
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Return the object of rank `src` on every rank."""
+        """Return rank `src`'s object on every rank."""
         # the common case; objects cannot be broadcast from other ranks
         if src == 0:
             return self.collectives.broadcast(obj)
@@ -154,7 +154,7 @@ class Strategy(strategy.Strategy):
         return reduced / self.place.world_size if word in ("mean", "avg") else reduced
 
     def all_gather(self, tensor: Any, group: Any = None, sync_grads: bool = False) -> Any:
-        """Return the stacked tensors of all ranks. If there is only one process, return `tensor` unchanged."""
+        """Return the tensors from all ranks, stacked. If there is only one process, return `tensor` unchanged."""
         if self.place.world_size == 1 or self.task is None:
             return tensor
         return self.task.all_gather(tensor, group, sync_grads)

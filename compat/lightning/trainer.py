@@ -73,7 +73,7 @@ def without_defaults(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 class FitAsLightning(Callback):
-    """Adds hooks that reproduce Lightning's behavior in fit, and removes itself from the callbacks in `setup`."""
+    """Adds hooks that reproduce Lightning's behavior in fit. It removes itself from the callbacks in `setup`."""
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Add the hooks to those of the run."""
@@ -440,7 +440,7 @@ class Trainer(TrainerAttributes):
             self.min_epochs = int(self.min_steps is not None)
 
     def _prepare(self, method: str, model: Any, **data: Any) -> None:
-        """Set the strategy's module, and let callbacks search for settings before the run."""
+        """Set the strategy's module and let callbacks search for settings before the run."""
         module = self.lightning_module if model is None else model
         refuse_old_hooks(method, module)
         if isinstance(self.strategy, Strategy):

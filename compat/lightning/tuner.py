@@ -66,7 +66,7 @@ class LearningRateSweep(Callback):
 
     # --- the run ----------------------------------------------------------------------------------------------------
     def on_train_start(self, trainer: "Trainer", task: Task) -> None:
-        """Remove the schedulers and set the first learning rate. Raises ConfigError if there are several optimizers."""
+        """Remove the schedulers and set the first learning rate. Raises ConfigError unless there is one optimizer."""
         if len(trainer.optimizers) != 1:
             raise ConfigError(f"A learning rate sweep needs one optimizer, but the task has {len(trainer.optimizers)}.")
         trainer.lr_scheduler_configs.clear()
@@ -77,7 +77,7 @@ class LearningRateSweep(Callback):
         self._losses.append(float(loss.detach()))
 
     def on_step_end(self, trainer: "Trainer", task: Task) -> None:
-        """Record the loss of the step, and set the next learning rate."""
+        """Record the step's loss and set the next learning rate."""
         rates, losses = self.results["lr"], self.results["loss"]
         if len(losses) >= self.num_training or trainer.should_stop:
             return
@@ -169,7 +169,7 @@ class Tuner:
         margin: float = 0.05,
         max_val: int = 8192,
     ) -> int | None:
-        """Return the largest batch size that fits in memory, and set `batch_arg_name` to it.
+        """Set `batch_arg_name` to the largest batch size that fits in memory, and return that size.
 
         Args:
             mode: "power" doubles the size, starting at `init_val`, until memory runs out. "binsearch" then bisects
@@ -226,7 +226,7 @@ class Tuner:
     ) -> LearningRateSweep | None:
         """Run a learning rate sweep, set the suggested rate in the module, and return the sweep.
 
-        Raises MisconfigurationException if there are several optimizers, and AttributeError if the module has no
+        Raises MisconfigurationException if there are multiple optimizers, and AttributeError if the module has no
         learning rate.
         """
         if method != "fit":

@@ -201,7 +201,7 @@ class StochasticWeightAveraging(weight_averaging.WeightAveraging, Callback):
         return state and {**state, "last_epoch": self._last_epoch, "rates_before": self._rates_before}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the averages, which are sharded when training starts."""
+        """Restore the averages. They are sharded later, when training starts."""
         super().load_state_dict(state_dict)
         self._last_epoch, self._rates_before = state_dict["last_epoch"], list(state_dict["rates_before"])
 

@@ -79,7 +79,7 @@ class ProgressBar(ProgressDisplay, Callback):
         return before != dataloader_idx
 
     def reset_dataloader_idx_tracker(self) -> None:
-        """Forget the current evaluation loader, so that the next loader is reported as changed."""
+        """Forget the current evaluation loader so that the next loader is reported as changed."""
         self._current_eval_dataloader_idx = None
 
     def disable(self) -> None:
@@ -95,7 +95,7 @@ class ProgressBar(ProgressDisplay, Callback):
         print(*args, **kwargs)
 
     def setup(self, trainer: "Trainer", task: "Task", stage: str) -> None:
-        """Store the trainer, and hide the bar on ranks other than 0."""
+        """Store the trainer and hide the bar on ranks other than 0."""
         self._trainer = trainer
         if not trainer.is_global_zero:
             self.disable()
@@ -112,7 +112,7 @@ class ProgressBar(ProgressDisplay, Callback):
 
 
 def refuse_bars(callbacks: Sequence[Any], wanted: bool) -> None:
-    """Raise ConfigError for several progress bars, or for any progress bar if enable_progress_bar is False."""
+    """Raise ConfigError if there are multiple progress bars, or any at all with enable_progress_bar=False."""
     bars = [type(callback).__name__ for callback in callbacks if isinstance(callback, ProgressBar)]
     if len(bars) > 1 or (bars and not wanted):
         way_out = "Keep only one of them" if wanted else "Remove it, or enable_progress_bar=False"

@@ -19,7 +19,7 @@ from .tqdm_bar import TQDMProgressBar
 
 
 def refuse_same_keys(callbacks: Sequence[Callback]) -> None:
-    """Raise RuntimeError if several callbacks would save their states under the same key in a checkpoint."""
+    """Raise RuntimeError if multiple callbacks would save their states under the same key in a checkpoint."""
     keys = [callback.state_key for callback in callbacks if overrides(callback, Callback, "state_dict")]
     if len(set(keys)) < len(keys):
         same = next(key for key in keys if keys.count(key) > 1)

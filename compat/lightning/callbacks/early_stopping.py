@@ -98,7 +98,7 @@ class EarlyStopping(early_stopping.EarlyStopping, Callback):
 
     # --- when to check ----------------------------------------------------------------------------------------------
     def setup(self, trainer: "Trainer", task: "Task", stage: str) -> None:
-        """Check at the end of each epoch if validation runs once per epoch; otherwise, check after each validation."""
+        """If validation runs once per epoch, check at the end of the epoch. Otherwise, check after each validation."""
         if self._check_on_train_epoch_end is None:
             self._check_on_train_epoch_end = trainer.val_check_interval == 1.0 and trainer.check_val_every_n_epoch == 1
 
@@ -109,7 +109,7 @@ class EarlyStopping(early_stopping.EarlyStopping, Callback):
         """Do nothing, because the previous value is not needed."""
 
     def on_validation_end(self, trainer: "Trainer", task: "Task") -> None:
-        """Check after a validation."""
+        """Check after validation."""
         if not self._check_on_train_epoch_end and not self._should_skip_check(trainer):
             self._run_early_stopping_check(trainer)
 

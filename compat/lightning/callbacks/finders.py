@@ -59,7 +59,7 @@ class Finder(Callback):
 
 
 class LearningRateFinder(Finder):
-    """Runs a learning rate sweep before fit, and sets the suggested rate."""
+    """Runs a learning rate sweep before fit and sets the suggested rate."""
 
     SUPPORTED_MODES = ("linear", "exponential")
     SEARCH = "lr_find"
@@ -88,11 +88,11 @@ class LearningRateFinder(Finder):
         self.optimal_lr: Any = None
 
     def search(self, trainer: Any, model: Any, method: str, **data: Any) -> None:
-        """Run the sweep, and store the result in `optimal_lr`."""
+        """Run the sweep and store the result in `optimal_lr`."""
         self.optimal_lr = Tuner(trainer).lr_find(model, **data, **self._options)
 
     def lr_find(self, trainer: Any, pl_module: Any) -> None:
-        """Run the sweep during fit, and continue with the suggested rate."""
+        """Run the sweep during fit and continue with the suggested rate."""
         self.search(trainer, pl_module, "fit", **data_of_run(trainer))
         suggestion = None if self.optimal_lr is None else self.optimal_lr.suggestion()
         if suggestion is not None and self._options["update_attr"]:
@@ -101,7 +101,7 @@ class LearningRateFinder(Finder):
 
 
 class BatchSizeFinder(Finder):
-    """Searches for the largest batch size that fits in memory, and sets it."""
+    """Finds and sets the largest batch size that fits in memory."""
 
     HOOKS: ClassVar[dict[str, str]] = {
         "fit": "on_fit_start",
@@ -136,11 +136,11 @@ class BatchSizeFinder(Finder):
         self.optimal_batch_size: int | None = init_val
 
     def search(self, trainer: Any, model: Any, method: str, **data: Any) -> None:
-        """Run the search, and store the result in `optimal_batch_size`."""
+        """Run the search and store the result in `optimal_batch_size`."""
         self.optimal_batch_size = Tuner(trainer).scale_batch_size(model, method=method, **data, **self._options)
 
     def scale_batch_size(self, trainer: Any, pl_module: Any) -> None:
-        """Search during a run, and continue with loaders that use the resulting batch size."""
+        """Search during a run and continue with loaders that use the resulting batch size."""
         self.search(trainer, pl_module, trainer.state.fn.value, **data_of_run(trainer))
         make_loaders(trainer.run)
 

@@ -203,7 +203,7 @@ class ModelCheckpoint(Checkpoint):
 
     # --- when to save -----------------------------------------------------------------------------------------------
     def setup(self, trainer: "Trainer", task: "Task", stage: str) -> None:
-        """Determine the folder, and warn if it is not empty."""
+        """Determine the folder and warn if it is not empty."""
         self.find_folder(trainer)
         self._has_validated = False
         if stage == "fit" and trainer.is_global_zero:
@@ -282,7 +282,7 @@ class ModelCheckpoint(Checkpoint):
             self._save_at_epoch_end(trainer)
 
     def on_validation_end(self, trainer: "Trainer", task: "Task") -> None:
-        """Save after a validation."""
+        """Save after validation."""
         self._has_validated |= not trainer.sanity_checking
         if self._should_skip_saving_checkpoint(trainer) or self._should_save_on_train_epoch_end(trainer):
             return
@@ -342,7 +342,7 @@ class ModelCheckpoint(Checkpoint):
 
     # --- what to save and to keep -----------------------------------------------------------------------------------
     def _monitor_candidates(self, trainer: Any) -> dict[str, Tensor]:
-        """Return the metrics, the epoch and the step. File names can contain these values."""
+        """Return the values that file names can contain: the metrics, the epoch and the step."""
         metrics = {name: deepcopy(value) for name, value in trainer.newest_agreed().items()}
         for name, count in (("epoch", trainer.current_epoch), ("step", trainer.global_step)):
             logged = metrics.get(name)
@@ -391,7 +391,7 @@ class ModelCheckpoint(Checkpoint):
         return bool(current < worst if self.mode == "min" else current > worst)
 
     def _update_best_and_save(self, current: Tensor, trainer: "Trainer", monitor_candidates: dict[str, Tensor]) -> None:
-        """Save a checkpoint that is among the best, and remove the checkpoint that it displaces."""
+        """Save a checkpoint that is among the best, and remove the one that it displaces."""
         count = len(self.best_k_models) + 1 if self.save_top_k == -1 else self.save_top_k
         surplus = None
         if len(self.best_k_models) == count and count > 0:

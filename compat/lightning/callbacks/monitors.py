@@ -131,7 +131,7 @@ class Interval(LightningEnum):
 
 
 class Timer(timer.Timer, Callback):
-    """Sets `trainer.should_stop` when training has run for `duration`, and measures how long each stage takes."""
+    """Sets `trainer.should_stop` when training has run for `duration`. Also measures how long each stage takes."""
 
     def __init__(self, duration: Any = None, interval: Any = "step", verbose: bool = True) -> None:
         super().__init__(duration, interval, verbose)
@@ -171,7 +171,7 @@ class Timer(timer.Timer, Callback):
         self._earlier = dict(state_dict["time_elapsed"])
 
     def on_train_start(self, trainer: "Trainer", task: "Task") -> None:
-        """Start the clock, and stop the run immediately if no time is left."""
+        """Start the clock and stop the run immediately if no time is left."""
         self._start("train")
         super().on_train_start(trainer, task)
 

@@ -34,7 +34,7 @@ class Tqdm(tqdm):  # type: ignore[type-arg]
 
     @staticmethod
     def format_num(n: Any) -> str:
-        """Return a number padded with zeros, so that the bar has a constant width."""
+        """Return a number padded with zeros so that the bar has a constant width."""
         text = n if isinstance(n, str) else str(tqdm.format_num(n))
         if "e" in text or len(text) >= 5 or not any(sign.isdigit() for sign in text):
             return text
@@ -215,7 +215,7 @@ class TQDMProgressBar(ProgressBar):
         self._advance(self.val_progress_bar, batch_idx + 1)
 
     def on_validation_end(self, trainer: "Trainer", pl_module: Any) -> None:
-        """Close the bar, and show the values next to the training bar."""
+        """Close the bar and show the values next to the training bar."""
         self._end(self.val_progress_bar)
         if trainer.stage == "fit":
             self._show(trainer, pl_module)
@@ -295,7 +295,7 @@ class TQDMProgressBar(ProgressBar):
         return self.is_enabled and (current % self.refresh_rate == 0 or current == total)
 
     def _draws(self, bar: Any, batches: int) -> bool:
-        """Advance a bar and return True if `refresh_rate` and the time since the last redraw require a redraw."""
+        """Advance a bar and return whether to redraw it, based on `refresh_rate` and the time since the last redraw."""
         if bar.disable or not self._should_update(batches, bar.total):
             return False
         rest = SECONDS_BETWEEN_DRAWINGS if sys.stdout.isatty() else SECONDS_WITHOUT_TERMINAL

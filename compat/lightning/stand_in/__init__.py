@@ -1,4 +1,4 @@
-"""The folder that `install()` puts at the front of the import path, so that `import lightning` imports Legato.
+"""The folder that `install()` puts at the front of the import path so that `import lightning` imports Legato.
 
 The folder contains packages named `lightning`, `pytorch_lightning` and `lightning_fabric`. When one of them is
 imported, it registers the modules of `legato.compat.lightning` under its name.
