@@ -1,4 +1,4 @@
-"""CheckpointIndex: the checkpoints that a callback keeps in a folder, with the values that rank them.
+"""CheckpointIndex: the checkpoints that a callback keeps in a folder, with the values used to rank them.
 
 The index is a file beside the checkpoints, because a list inside a checkpoint would be outdated after the next save.
 """
@@ -33,7 +33,7 @@ class CheckpointIndex:
     run: str = ""
     """Id of the run."""
     monitor: str | None = None
-    """Name of the metric that ranks the checkpoints. If None, newer checkpoints are better."""
+    """Name of the metric that ranks the checkpoints. If None, newer checkpoints rank higher."""
     mode: str = "min"
     checkpoints: dict[str, Entry] = field(default_factory=dict)
 

@@ -68,7 +68,7 @@ def _value_of(variable: str, name: str) -> str:
 
 
 def _find_trusted(path: str, kind: type, name: str) -> Callable[..., Any]:
-    """Return the object at a dotted path, if a checkpoint may call it.
+    """Return the object at a dotted path if a checkpoint may call it.
 
     A checkpoint may come from an untrusted source, so loading it never imports another package. The checkpoint may only
     call:

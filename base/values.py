@@ -35,7 +35,7 @@ _PLAIN = (bool, int, float, str, tuple, timedelta, None, type(None), Literal, *_
 
 
 class Problem(NamedTuple):
-    """A mistake: its key, and a sentence that says what was expected, what was found and how to correct it."""
+    """A mistake, with its key and a sentence that says what was expected, what was found and how to correct it."""
 
     key: Key
     message: str

@@ -89,7 +89,7 @@ KINDS = {
     "path": Kind(PurePath, str, Path),
 }
 SUBCLASSED = ("int", "float", "path")
-"""Kinds for which a subclass, such as an IntEnum, a NumPy float or a PosixPath, is stored as the base class."""
+"""Kinds whose subclasses, such as an IntEnum, a NumPy float or a PosixPath, are stored as the base class."""
 
 
 @dataclass

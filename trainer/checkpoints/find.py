@@ -1,4 +1,4 @@
-"""Finds complete checkpoints in folders and verifies them. Does not import torch. A checkpoint has these files:
+"""Finds complete checkpoints in folders and verifies them. Does not import torch. A checkpoint consists of these files:
 
 step-00001200/
 |-- model.safetensors      contents["state_dict"], under the task's own parameter names

@@ -13,7 +13,7 @@ from ...base.errors import CheckpointError
 from .tensors import read_tensors
 
 NESTS = ("state_dict", "model", "model_state_dict", "module")
-"""Keys under which other programs store the weights in a larger file. Lightning uses the first key."""
+"""Keys that other programs use for the weights in a larger file. Lightning uses the first key."""
 DDP_PREFIX, COMPILE_PREFIX = "module.", "_orig_mod."
 _EXTRA_STATE = "_extra_state"  # result of nn.Module.get_extra_state; may be any object
 

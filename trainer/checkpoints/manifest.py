@@ -23,7 +23,7 @@ BASE, BASE_FILE = "base", "base.safetensors"
 """Name of the folder that contains the bases, alongside the checkpoints, and the name that a manifest uses for the base
 of model.safetensors (frozen_base.py)."""
 DIGESTS = "sha256"
-"""Key in a base's header under which each tensor's SHA-256 is stored."""
+"""Key in a base's header for the SHA-256 of each tensor."""
 FORMAT, OLDEST = 5, 4
 SHA256 = re.compile(r"[0-9a-f]{64}")
 _PREFIX = re.compile(r"([0-9a-f]{8})?")

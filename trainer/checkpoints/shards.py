@@ -171,7 +171,7 @@ def without_data(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_own_data(described: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace the empty shards from `without_data` with this rank's tensors, if they are in `tensors`.
+    """Replace the empty shards from `without_data` with this rank's tensors if they are in `tensors`.
 
     All other shards remain empty, so that all ranks have the same tensors in the same order. No bytes are written for
     empty shards.

@@ -94,7 +94,7 @@ class Agreement:
         return time.monotonic() - self._started
 
     def agree_next(self) -> None:
-        """Schedule the next agreement directly after the current step or round, if the run has a single process."""
+        """Schedule the next agreement directly after the current step or round if the run has a single process."""
         if self.ranks.size == 1:
             self.next_step = self.next_round = 0
 

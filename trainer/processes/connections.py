@@ -31,7 +31,7 @@ def noting(*, more: bool = False) -> Iterator[None]:
 
 
 def shut_down(*, keep_port: int | None = None) -> None:
-    """Shut down all recorded connections, so that all peers learn at once that this process has left its groups.
+    """Shut down all recorded connections, so that all peers learn immediately that this process has left its groups.
 
     Args:
         keep_port: port of a store. Connections to the store are left open. A peer may have opened one of them while a

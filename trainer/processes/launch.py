@@ -55,7 +55,7 @@ START_METHOD = "forkserver" if sys.platform == "linux" else "spawn"
 
 
 def warm_up(more: Sequence[str] = ()) -> None:
-    """Start the fork server and return at once. Meanwhile, the server imports torch and the modules in `more`."""
+    """Start the fork server and return immediately. The server then imports torch and the modules in `more`."""
     if START_METHOD == "forkserver":
         forkserver.set_forkserver_preload([*PRELOAD, *more])
         with _without_main():
@@ -86,7 +86,7 @@ def launch_workers(
 
     A worker calls the result of `enter(attempt, rank)` before it unpickles `function`. `make_group` creates a group
     that survives the failure of a worker. A worker that does not respond to SIGTERM or SIGHUP within `signals.GRACE`
-    seconds ends itself or is killed. A second Ctrl-C ends all workers at once. All workers have exited when this
+    seconds ends itself or is killed. A second Ctrl-C ends all workers immediately. All workers have exited when this
     function returns.
 
     Raises the exception of the first worker that failed. Its cause is a WorkerError with the worker's traceback. If the
@@ -309,7 +309,7 @@ class WorkerGroup:
         return min(due_at, first.when + (_RESUME_GRACE if first.interrupted else _CAUSE_WAIT))
 
     def _kill_unresponsive(self) -> None:
-        """Kill workers that neither end after a signal nor touch their alive files, after dumping their stacks."""
+        """Dump the stacks of workers that neither end after a signal nor touch their alive files, and kill them."""
         if time.monotonic() < self._relay.due_at + _ALIVE_TIMEOUT:
             return
         unresponsive = [worker for worker in self.running if not worker.is_responsive()]

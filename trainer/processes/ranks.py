@@ -37,7 +37,7 @@ class Ranks:
         self.rank, self.size, self.group = rank, size, group
 
     def move(self, rank: int, size: int) -> None:
-        """Switch to a new default group, in which this process may have a different rank."""
+        """Switch to a new default group, where this process may have a different rank."""
         self.rank, self.size = rank, size
 
     def barrier(self) -> None:

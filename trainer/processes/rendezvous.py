@@ -286,7 +286,7 @@ def join_process_group(
     Args:
         init_method: "env://" (MASTER_ADDR and MASTER_PORT, or the variables set by SLURM or MPI) or "tcp://host:port".
             By default, Legato's workers use their launcher's store, and all other processes use "env://".
-        device: the process's device if it has only one. NCCL then connects at once, so a rank whose device is
+        device: the process's device if it has only one. NCCL then connects immediately, so a rank whose device is
             missing fails here rather than in the first step.
 
     Raises ConfigError if the address is in use or cannot be reached, or if ranks are missing after `timeout`.

@@ -101,8 +101,8 @@ os.register_at_fork(after_in_child=_forget)
 class SignalWatch:
     """Ends this process on a second Ctrl-C, or if it has not responded to SIGTERM or SIGHUP within GRACE seconds.
 
-    A save in progress is finished first, unless it gets stuck. Use the watch as a context manager in the main thread.
-    In other threads, it does nothing.
+    A save in progress is allowed to finish first, unless it gets stuck. Use the watch as a context manager in the main
+    thread. In other threads, it does nothing.
     """
 
     def __init__(self, attends: bool = True) -> None:

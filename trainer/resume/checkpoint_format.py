@@ -44,7 +44,7 @@ class CheckpointFormat(Protocol):
             path: path of the checkpoint, which has not been verified yet.
             ranks: the processes of the run.
             names: names in the task's state dict, for other programs' files, which may add a prefix to these names.
-            in_parts: keys of contents in which a rank needs only its slices of sharded tensors. Returning full tensors
+            in_parts: keys of contents for which a rank needs only its slices of sharded tensors. Returning full tensors
                 is also allowed.
 
         Raises CheckpointError, on every rank, if the checkpoint is damaged.

@@ -148,7 +148,7 @@ class CallbackStates:
         return states
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load each callback's state, if `state` contains it."""
+        """Load each callback's state if `state` contains it."""
         for callback in self.callbacks:
             if callback.state_key in state:
                 callback.load_state_dict(state[callback.state_key])

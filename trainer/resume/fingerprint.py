@@ -40,7 +40,7 @@ NOT_REFUSED = {"legato", "python", "numpy"}
 """Names below `numerics` that can affect a step only through its samples, which are compared by content."""
 ROUNDS = "batches of an epoch"
 LEFT_OUT_SAMPLES = "leave_out_samples"
-"""The only sample setting that may change within an epoch, even under `bitwise`, because no other sample moves."""
+"""The only sample setting that may change within an epoch, even under `bitwise`: all other samples remain in place."""
 CONTENT = "data.content"
 SAMPLES, LISTED = "samples of the dataset", "files of the dataset"
 DATA = (SAMPLES, LISTED, "dataset length")

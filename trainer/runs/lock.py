@@ -1,9 +1,9 @@
 """RunLock: lets one run at a time write to a folder; a dead run does not block the folder.
 
 The lock is a filelock lease: the holder touches `.lock` every few seconds. A run on the holder's machine checks the
-holder's process instead of the lease. It detects a dead holder at once, and never takes the lock from a live holder,
-even a suspended one. A run on another machine waits until `.lock` has not been touched for LEASE seconds. The lock
-works on any file system that supports exclusive file creation.
+holder's process instead of the lease. It detects a dead holder immediately, and never takes the lock from a live
+holder, even a suspended one. A run on another machine waits until `.lock` has not been touched for LEASE seconds. The
+lock works on any file system that supports exclusive file creation.
 """
 
 import json

@@ -1,9 +1,9 @@
 """ObjectLock: lets one run at a time write to a folder in an object store; a dead run does not block the folder.
 
 The lock is an object, `.lock`, which the holder creates and rewrites every BEAT seconds. A run on the holder's machine
-takes the lock at once if the holder's process is dead. A run on another machine takes the lock if the object has not
-changed for LEASE seconds according to its own clock. An object store cannot guarantee an exclusive lock: a holder that
-was suspended for a long time does not learn until its next save that it has lost the lock.
+takes the lock immediately if the holder's process is dead. A run on another machine takes the lock if the object has
+not changed for LEASE seconds according to its own clock. An object store cannot guarantee an exclusive lock: a holder
+that was suspended for a long time does not learn until its next save that it has lost the lock.
 """
 
 import json
@@ -23,7 +23,7 @@ LEASE, BEAT = 60.0, 20.0
 SETTLE, POLL = 3.0, 1.0
 """Seconds within which two simultaneous writers see each other, and seconds between two reads of a lock."""
 EXCLUSIVE = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "memory"}
-"""Stores in which objects can be created exclusively. In other stores, a run might replace another run's new lock."""
+"""Stores that support exclusive creation of objects. In other stores, a run might replace another run's new lock."""
 
 
 class ObjectLock:

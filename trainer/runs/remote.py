@@ -42,7 +42,7 @@ class RemoteLock(RunLock):
     """Exclusive right to write to a run directory in a store.
 
     While a run holds the lock, the local folder is mirrored to the store. The lock on the local folder detects a dead
-    holder at once. The lock object in the store locks out other machines.
+    holder immediately. The lock object in the store locks out other machines.
     """
 
     def __init__(self, folder: Path, stage: str) -> None:

@@ -113,7 +113,7 @@ class DDPStrategy(GroupStrategy):
         super().place_task(task)
 
     def _sync_batch_norm(self, task: "Task") -> None:
-        """Synchronize batch norm's statistics over all processes until `teardown`, if sync_batchnorm is set."""
+        """If sync_batchnorm is set, synchronize batch norm's statistics over all processes until `teardown`."""
         trainer, replicas = task.trainer, self.layout.replicas
         fits = replicas == self.data_ranks.size > 1 and trainer.stage == "fit"
         if not trainer.sync_batchnorm or not fits or self.elastic or trainer.reproducible == "bitwise":

@@ -84,7 +84,7 @@ class Strategy:
         self.timeouts = Timeouts(DEFAULT)
         """The limits on how long ranks wait for each other."""
         self.lockstep = False
-        """True if all processes must run equally many batches. Processes with fewer add masked batches of weight 0."""
+        """True if all processes must run the same number of batches, padded with masked batches of weight 0."""
         self.shard = 0
         """Index of the weights that this process updates. Processes with the same index update the same weights."""
         self.has_all_weights = True
@@ -152,12 +152,12 @@ class Strategy:
         make_current(device)
 
     def build_model(self, task: "Task") -> None:
-        """Call the task's configure_model, before the task is placed."""
+        """Call the task's configure_model before the task is placed."""
         task.configure_model()
         build_remote_modules(task, task.trainer.seed)
 
     def place_task(self, task: "Task") -> None:
-        """Move the task to its device and convert it to the run's precision, before the optimizers are created.
+        """Move the task to its device and convert it to the run's precision before the optimizers are created.
 
         Raises TaskError if a parameter has no values.
         """
@@ -168,7 +168,7 @@ class Strategy:
         task.to(self.device)
 
     def _sync_batch_norm(self, task: "Task") -> None:
-        """Synchronize batch norm's statistics over all replicas of a step, if sync_batchnorm is set.
+        """If sync_batchnorm is set, synchronize batch norm's statistics over all replicas of a step.
 
         Raises ConfigError if the strategy does not support this.
         """

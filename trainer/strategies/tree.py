@@ -310,7 +310,7 @@ class ReplicaTree(Protocol):
     """Sums the gradients of a step's replicas in a fixed order."""
 
     def begin_replica(self, replica: int) -> None:
-        """Start the batches of a replica, after all batches of the previous replica."""
+        """Start the batches of a replica after all batches of the previous replica."""
 
     def expect_last(self) -> None:
         """Prepare for the last backward pass of the step on this process."""

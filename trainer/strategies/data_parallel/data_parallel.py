@@ -27,7 +27,7 @@ class DataParallelStrategy(Strategy):
     while the next chunk is being launched. In the backward pass, autograd uses one thread per device.
 
     Each accelerator draws random numbers from its own generator, keyed by step, replica and chunk. CPU devices share
-    the host's generator. The random numbers for a batch therefore depend on the number of devices.
+    the host's generator. As a result, the random numbers for a batch depend on the number of devices.
     """
 
     name = "data_parallel"

@@ -177,7 +177,7 @@ class BlockInterceptor:
 def intercepted(kind: type[nn.Module], enter: Callable[..., Any]) -> type[nn.Module]:
     """Return a subclass of `kind` whose `__call__` method calls `enter`.
 
-    The subclass does not override `forward`, because the block's hooks would then run on every call.
+    The subclass does not override `forward`, because doing so would run the block's hooks on every call.
     """
     members = {"__call__": lambda self, *args, **kwargs: enter(*args, **kwargs), "__module__": kind.__module__}
     return type(kind.__name__, (kind,), members)

@@ -174,4 +174,4 @@ class Schedules:
 
 
 LEAN = {"return_outputs": False} if "return_outputs" in inspect.signature(ScheduleGPipe.step).parameters else {}
-"""Option that disables the collection of outputs, if this version of torch has the option."""
+"""Option that disables the collection of outputs if this version of torch has the option."""
