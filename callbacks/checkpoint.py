@@ -257,7 +257,7 @@ class Checkpoint(CheckpointCallback):
         self.index.checkpoints = trainer.broadcast(entries)
 
     def on_train_batch_end(self, trainer: "Trainer", task: "Task", outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Save every n steps, or after the time interval."""
+        """Save if the step or time interval requires it."""
         step = trainer.state.global_step
         if step == self._seen_step:
             return

@@ -95,7 +95,7 @@ class EarlyStopping(MonitoringCallback):
             self._metric.reset()
 
     def on_train_start(self, trainer: "Trainer", task: "Task") -> None:
-        """If this callback stopped the run before it was resumed, stop it again unless `patience` was increased."""
+        """If this callback stopped the original run, stop the resumed run as well unless `patience` was increased."""
         # without this, resuming from the stopped run's checkpoint would train until the next check
         trainer.should_stop |= self.stopped_step > 0
         if trainer.is_global_zero and (problem := self._metric.lacks_validation(trainer)):

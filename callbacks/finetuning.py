@@ -26,8 +26,8 @@ def multiplicative(epoch: int) -> float:
 class BaseFinetuning(Callback):
     """Base class for callbacks that freeze modules before training and unfreeze them at the start of chosen epochs.
 
-    Override `freeze_before_training` and `finetune_function`. When a run is resumed, the set of trained parameters and
-    the parameter groups that were added to optimizers are restored.
+    Override `freeze_before_training` and `finetune_function`. When a run resumes, the set of trained parameters and the
+    parameter groups that were added to optimizers are restored.
     """
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class BaseFinetuning(Callback):
     def filter_params(
         modules: "Modules", train_bn: bool = True, requires_grad: bool = True
     ) -> "Iterator[nn.Parameter]":
-        """Yield parameters with the given `requires_grad`. If `train_bn` is False, skip those of batch norms."""
+        """Yield parameters with the given `requires_grad`. If `train_bn` is False, skip batch norm parameters."""
         from ..base.tensors import BATCH_NORM
 
         for module in BaseFinetuning.flatten_modules(modules):

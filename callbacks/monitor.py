@@ -31,7 +31,7 @@ class Monitor:
         self.from_validation, self._validated, self._validated_step = False, False, -1
 
     def state_dict(self) -> dict[str, Any]:
-        """Return whether validation logs the metric, and the step at which it last did."""
+        """Return whether validation logs the metric, and the step at which it last did so."""
         return {"from_validation": self.from_validation, "validated_step": self._validated_step}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

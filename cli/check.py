@@ -151,7 +151,7 @@ def run_check(options: Namespace) -> None:
 
 
 def check_config(config: "Config") -> Report:
-    """Run the trials of a config, and return a report with the problems."""
+    """Run the trials of a config, and return a report of the problems."""
     original, report = build_config(config), Report()
     # on the disk that holds the runs, since the check should also detect problems with that disk
     with temporary_folder(original, report) as folder:

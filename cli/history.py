@@ -71,7 +71,7 @@ class ConfigHistory(StudiedRun):
         return partial(_make, config.changed(trainer, loggers=None, launcher=None))
 
     def _deciding(self, step: int) -> dict[str, Any]:
-        """Return the values of a step's config that affect the result, without locations and process counts."""
+        """Return the values of a step's config that affect the result, excluding locations and process counts."""
         values = self.config_of(step).values
         names = () if values["trainer"]["sync_batchnorm"] else REPLACED
         trainer = {name: value for name, value in values["trainer"].items() if name not in names}

@@ -277,7 +277,7 @@ class Plan:
             return str(error)
 
     def _describe_memory(self, rank: StateSize | None, activations: int | str, memory: int) -> str:
-        """Describe whether a rank's state and activations fit on a device."""
+        """Report whether a rank's state and activations fit on a device."""
         missing = ["the state"] if rank is None else [] if rank.optimizer is not None else ["the optimizer's state"]
         used = rank.total if rank is not None else 0
         if isinstance(activations, str):

@@ -395,7 +395,7 @@ def _check_keys(keys: Sequence[str]) -> None:
 
 
 def _objective(options: Namespace, base: Config) -> tuple[str, str]:
-    """Return the metric to compare, and "min" or "max"."""
+    """Return the metric to compare and its mode, "min" or "max"."""
     callbacks = base.values.get("callbacks", {}).values()
     monitored = {entry["monitor"]: entry.get("mode") or "min" for entry in callbacks if entry.get("monitor")}
     metric = options.metric or next(iter(monitored), None)

@@ -25,7 +25,7 @@ log = logging.getLogger("legato")
 
 @dataclass(frozen=True)
 class CheckpointRecord:
-    """Metadata of a checkpoint that a run can resume from, without tensors."""
+    """Metadata, but not the tensors, of a checkpoint that a run can resume from."""
 
     path: Location
     state: State

@@ -33,7 +33,7 @@ SHOWN = 6
 
 
 class Operations(MonitoringCallback):
-    """Writes the module, source line, shapes and hashes of each operation of a step, one line per operation and rank.
+    """Writes the module, source line, shapes and hashes of each operation in a step, one line per operation per rank.
 
     If the task is compiled, the recorded step runs eagerly, since a compiled graph does not dispatch torch operations.
     """

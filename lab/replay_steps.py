@@ -1,6 +1,6 @@
 """Replays steps of a run: recomputes them from the newest earlier checkpoint, and compares the logged values.
 
-A replay takes a function that creates a new trainer, task and data, so the replay cannot change the caller's objects.
+A function creates a new trainer, task and data for the replay, so the replay cannot change the caller's objects.
 """
 
 import json

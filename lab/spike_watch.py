@@ -78,7 +78,7 @@ class SpikeWatch(Callback):
         self._unread: dict[int, Tensor] = {}  # by step: sum of the losses, samples, gradient norm
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the values in the window, the spikes, and the values not checked yet."""
+        """Return the values in the window, the spikes, and the values that have not been checked yet."""
         # as strings, since JSON has no infinity
         unread = {str(step): list(map(str, values.tolist())) for step, values in self._unread.items()}
         return {"range": self._range, "spikes": self.spikes, "unread": unread}

@@ -18,7 +18,7 @@ class CSVLogger(Logger):
 
     * Each row reaches the operating system before the call returns, so no row is lost if the process is killed.
     * Columns are sorted by name. When a new metric adds a column, the file is replaced atomically.
-    * When a run is resumed, the rows for steps after the checkpoint are removed, and no value is written twice.
+    * When a run resumes, the rows for steps after the checkpoint are removed, and no value is written twice.
     """
 
     def __init__(self) -> None:

@@ -27,7 +27,7 @@ class JSONLinesLogger(Logger):
     * Strict JSON has no NaN, so non-finite values become the strings "NaN", "Infinity" and "-Infinity", which
       `float()` parses.
     * A metric named "step" or "time" is written as "step_" or "time_".
-    * When a run is resumed, lines for steps after the checkpoint and lines truncated by a power failure are removed.
+    * When a run resumes, lines for steps after the checkpoint and lines truncated by a power failure are removed.
 
     Args:
         path: Local path of the file. None: `metrics.jsonl` in the run directory.

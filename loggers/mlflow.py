@@ -19,7 +19,7 @@ ID_FILE = "mlflow-id.txt"
 class MLFlowLogger(Logger):
     """Writes metrics and hyperparameters to an MLflow run.
 
-    When training is resumed, the same MLflow run continues, and no point is written twice. To log images and artifacts,
+    When training resumes, the same MLflow run continues, and no point is written twice. To log images and artifacts,
     use `run_id` with `experiment`, the `MlflowClient`.
 
     Args:
@@ -146,7 +146,7 @@ class MLFlowLogger(Logger):
         return self._written[name]
 
     def log_hyperparams(self, params: Mapping[str, Any], metrics: Mapping[str, float] | None = None) -> None:
-        """Record hyperparameters. Recorded values are left unchanged, since MLflow does not allow changes."""
+        """Record hyperparameters. Existing values are left unchanged, since MLflow does not allow changes."""
         from mlflow.entities import Param
 
         recorded = self.experiment.get_run(self.run_id).data.params

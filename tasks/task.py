@@ -216,7 +216,7 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
         return optimizers, schedulers
 
     def configure_callbacks(self) -> "list[Callback] | Callback":
-        """Return additional callbacks. Each of them replaces a callback of the same type in the trainer."""
+        """Return additional callbacks. Each one replaces any callback of the same type in the trainer."""
         return []
 
     # --- logged values ----------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The beginning and end of a run. All clean-up is done even after an error, and the caller receives the first error."""
+"""The beginning and end of a run. Cleanup is completed even after an error, and the caller receives the first error."""
 
 import logging
 import traceback
@@ -46,7 +46,7 @@ def begin(trainer: "Trainer", request: Request) -> Iterator[Run]:
     check_task(trainer, request.task, request)
     trainer.command["fit"] += request.stage == "fit"  # a replay of a script uses this count to identify its fits
     call = trainer.run = make_call(trainer, request)
-    # before set-up: a run that fails there must not show the previous run's values
+    # before setup: a run that fails there must not show the previous run's values
     trainer.agreed_metrics, trainer.logged_metrics, trainer.progress_bar_metrics = {}, {}, {}
     loaders = ("train", "validation") if request.stage == "fit" else (DOING_OF_STAGE[request.stage],)
     trainer.lengths = {stage: length for stage, length in trainer.lengths.items() if stage not in loaders}
@@ -57,7 +57,7 @@ def begin(trainer: "Trainer", request: Request) -> Iterator[Run]:
         errors.first = error = named(trainer.run, caught)
         if error is not caught:
             error.__cause__ = caught  # before run.json is written, which shows the traceback
-        # trainer.run rather than `call`: set-up may have replaced it with one that has more parts to close
+        # trainer.run rather than `call`: setup may have replaced it with one that has more parts to close
         close(trainer.run, errors)
         if error is not caught:
             raise error from caught

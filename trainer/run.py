@@ -1,6 +1,6 @@
 """Run: the parts of one call to fit, validate, test or predict, and the methods that the loop calls between steps.
 
-Set-up builds three objects in turn: a `Call` with the parts that exist from the start, a more complete `Call` after the
+Setup builds three objects in turn: a `Call` with the parts that exist from the start, a more complete `Call` after the
 processes connect (`setup.join`), and a complete `Run` before the first step (`setup.make_run`). All are immutable.
 """
 

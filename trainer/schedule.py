@@ -59,7 +59,7 @@ class Schedule:
     def is_last_step(self, epoch_is_over: bool) -> bool:
         """Return whether the latest step is a logging point because the run ends after it.
 
-        The result is False if a signal ends the run early, because the run continues when it is resumed.
+        The result is False if a signal ends the run early, because the run continues when it resumes.
         """
         if not self.state.epoch_steps:
             return False

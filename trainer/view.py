@@ -36,7 +36,7 @@ class TrainerView(TrainerArguments):
     """Read-only properties of a trainer and its run."""
 
     run: "Call | None"
-    """The latest run; during set-up, the parts built so far."""
+    """The latest run; during setup, the parts built so far."""
     state: State
     run_dir: Path | None
     assigned_dir: Path | None
@@ -179,7 +179,7 @@ class TrainerView(TrainerArguments):
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """The task's optimizers; empty until set-up has created them."""
+        """The task's optimizers; empty until setup has created them."""
         return self.current_run.optimization.optimizers if self.current_run.is_complete else []
 
     @property

@@ -1,6 +1,6 @@
 """Checks a config in two passes: first its keys, without importing torch, and then its values.
 
-KeyChecker finds misspelled keys by comparing them with the source files of the classes. It also finds wrong values in
+KeyChecker finds misspelled keys by checking them against the source files of the classes. It also finds wrong values in
 `trainer`, in `run` and at the top level. ValueChecker imports the classes to get the types of their arguments. Each
 checker reports all mistakes in one message.
 """
@@ -450,7 +450,7 @@ def class_name(base: type) -> str:
 
 
 def _path_meant(path: str) -> str:
-    """Return a suggestion with the path of the Legato class with this name, even if it has moved to another module."""
+    """Suggest the path of the Legato class with this name, even if the class has moved to another module."""
     # uses the last component, since classes have moved between packages without being renamed
     name = path.rpartition(".")[2] if path.startswith(f"{_PACKAGE}.") else path
     for room in ("callbacks", "tasks", "loggers", "lab"):

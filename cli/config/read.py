@@ -461,7 +461,7 @@ def _overrides(base: Layer, overrides: Sequence[str]) -> Layer:
 
 # --- interpolations ---------------------------------------------------------------------------------------------------
 def _refuse_unused_vars(merged: Layer) -> None:
-    """Raise ConfigError if an override sets a variable in `vars` that no value uses. It is probably misspelled."""
+    """Raise ConfigError if an override sets a variable in `vars` that no value uses and that is probably misspelled."""
     text = " ".join(text for _, text in _texts(merged.values))
     used = set(re.findall(r"\$\{vars(?:\.|\[['\"]?)([\w-]+)", text))
     for key, origin in merged.origins.items():

@@ -42,7 +42,7 @@ class DealtData:
     forward_is_keyed = False
     """False: a worker may have loaded the batch, or loaded it early, so the forward pass must be seeded."""
     amount_read = ""
-    """Empty: the ranks compare lengths during set-up, and the lengths determine the batches that each rank reads."""
+    """Empty: the ranks compare lengths during setup, and the lengths determine the batches that each rank reads."""
 
     def __init__(
         self,

@@ -273,7 +273,7 @@ class Metrics:
                 )  # fmt: skip
 
     def watch(self, loss: Tensor) -> None:
-        """Store a loss, so that a later check can show whether it is finite."""
+        """Store a loss, so that a later check can determine whether it is finite."""
         self.losses.append((loss.detach(), self.step))
         if len(self.losses) >= PENDING_LIMIT:
             self._first_bad_loss()

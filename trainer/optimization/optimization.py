@@ -321,7 +321,7 @@ class Optimization:
         return sum(shares[1:], shares[0]) if shares else None
 
     def _update_key(self, optimizer: Optimizer) -> int:
-        """Return the key of an update's random numbers, equal on all ranks that update the same weights."""
+        """Return the key of an update's random numbers, which is equal on all ranks that update the same weights."""
         index, call, state = self.optimizers.index(optimizer), self._call_of_step, self.state
         return mix(state.seed, UPDATE, state.global_step, index, call, self.strategy.shard)
 

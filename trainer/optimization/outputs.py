@@ -1,4 +1,4 @@
-"""Parsing and checking of training_step's output."""
+"""Parses and checks training_step's output."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""Set-up of the data: find and check a stage's loaders, and distribute their batches over processes and replicas."""
+"""Setup of the data: find and check a stage's loaders, and distribute their batches over processes and replicas."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -112,7 +112,7 @@ def require_same_lengths(call: Call) -> None:
     for stage, data in call.data.evaluations.items():
         sources |= {f"{stage} (loader {n})": source for n, source in enumerate(data.sources) if n not in data.shares}
     lengths = {name: data.source.positions(0) for name, data in sources.items() if isinstance(data, DealtData)}
-    # during set-up, as the first later symptom would be ranks that wait for each other at the end of an epoch
+    # during setup, as the first later symptom would be ranks that wait for each other at the end of an epoch
     ranks = call.strategy.collectives.gather_objects(lengths)
     for rank, here in enumerate(ranks):
         if here != ranks[0]:
@@ -136,7 +136,7 @@ def make_training_data(call: Call, begun: Mapping[str, Any] | None = None) -> No
     limit = trainer.overfit_batches or trainer.limit_train_batches
     require_iterable(loader, "The training loader")
     require_length(loader, "overfit_batches" if trainer.overfit_batches else "limit_train_batches", limit)
-    # a process that joins an elastic run has no other rank to compare with during set-up
+    # a process that joins an elastic run has no other rank to compare with during setup
     ranks = SINGLE if call.members_change else call.strategy.collectives
     data = distribute(loader, dealing(call), trainer, call.task, ranks)
     full_rounds, even = data.dealing.full_rounds, data.dealing.padded

@@ -1,4 +1,4 @@
-"""First part of set-up: join the other processes, and find the run directory and the checkpoint to start from."""
+"""First part of setup: join the other processes, and find the run directory and the checkpoint to start from."""
 
 import logging
 import os
@@ -49,7 +49,7 @@ def join(call: Call, request: Request) -> tuple[Call, dict[str, Any] | None]:
     threads = trainer.threads or (1 if call.bitwise else None)
     undo.enter_context(settings(trainer.deterministic or call.bitwise, trainer.detect_anomaly, threads))
     undo.callback(call.errors.attempt, strategy.teardown)  # `attempt` notes the method's name
-    # set-up hooks (configure_model) may draw weights, which must be equal on all ranks regardless of earlier draws
+    # setup hooks (configure_model) may draw weights, which must be equal on all ranks regardless of earlier draws
     seed_generators(mix(trainer.seed))
     undo.callback(trainer.saver.release)
     start, saved = find_start(call, request)

@@ -1,4 +1,4 @@
-"""Second part of set-up: move the task to its devices, load its weights, and create the optimizers and the run."""
+"""Second part of setup: move the task to its devices, load its weights, and create the optimizers and the run."""
 
 import logging
 from typing import Any

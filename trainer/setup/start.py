@@ -1,4 +1,4 @@
-"""The order of set-up, and its last part: restore the rest of the checkpoint, open loggers, start the watchdog."""
+"""The order of setup, and its last part: restore the rest of the checkpoint, open loggers, start the watchdog."""
 
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
@@ -84,5 +84,5 @@ def start(run: Run, saved: dict[str, Any] | None) -> None:
         run.agreement.add(list, lambda _: collector.collect(run.agreement.elapsed))
         run.undo.callback(collector.close)
     if trainer.hang_timeout is not None:
-        run.strategy.collectives.barrier()  # so that all ranks are watched from the same time, even after a slow set-up
-    run.watchdog.begin()  # last: a slow set-up (downloads, compilation) is not a hang
+        run.strategy.collectives.barrier()  # so that all ranks are watched from the same time, even after a slow setup
+    run.watchdog.begin()  # last: a slow setup (downloads, compilation) is not a hang
