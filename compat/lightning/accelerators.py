@@ -27,7 +27,7 @@ class Accelerator(str):
         return type(self), ()
 
     def setup_device(self, device: torch.device) -> None:
-        """Make a device the current device. Raises ConfigError if it has a different type."""
+        """Make a device the current device. Raises ConfigError if its type does not match the accelerator."""
         if device.type != self.kind:
             raise ConfigError(f"{type(self).__name__}: expected a {self.kind} device, got {device}.")
         if device.type == "cuda":

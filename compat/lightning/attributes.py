@@ -162,7 +162,7 @@ class TrainerAttributes(OwnParts, Trainer):
         return in_hooks or run.loop.doing == "validation"
 
     def evaluation_batches_done(self, doing: str) -> int:
-        """Return the number of batches that an evaluation has completed."""
+        """Return the number of batches that the given evaluation has completed."""
         return 0 if self.run is None else self.run.metrics.batches.get(doing, 0)
 
     @property

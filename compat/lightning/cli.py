@@ -133,7 +133,7 @@ def lightnings_path(path: str) -> str:
 class SaveConfigCallback(Callback):
     """Writes a LightningCLI's config to the log directory when a run starts.
 
-    Raises RuntimeError if the file exists, unless `overwrite` is set.
+    Raises RuntimeError if the file already exists and `overwrite` is not set.
     """
 
     def __init__(

@@ -111,7 +111,7 @@ def is_at_end(contents: Mapping[str, Any]) -> bool:
 
 
 def loops_of(contents: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the progress of a run as the states of Lightning's loops."""
+    """Return a run's progress as the states of Lightning's loops."""
     state = contents["state"]
     ended = state["epoch_ended"] or is_at_end(contents)
     automatic = setting(contents, "training.automatic_optimization", default=True)

@@ -242,7 +242,7 @@ class FolderOfLogger:
             self._version = int(number) if number.isdigit() and number != directory.name else directory.name
 
     def versions(self) -> list[int]:
-        """Return the numbers of the existing versions."""
+        """Return the existing version numbers."""
         return [int(path.name[8:]) for path in self._root.glob("version_*") if path.name[8:].isdigit()]
 
     @property
@@ -251,7 +251,7 @@ class FolderOfLogger:
 
 
 class FolderParts(PlacesPoints, logger.Logger):
-    """Base class for loggers with their own folder. Programs access parts of the folder's path under these names."""
+    """Base class for loggers with their own folder. Programs read parts of the folder's path from its attributes."""
 
     own_folder: FolderOfLogger | None = None
     """The logger's folder. None: the run directory."""

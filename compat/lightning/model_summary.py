@@ -33,7 +33,7 @@ class LayerSummary:
         self.detach_hook()
 
     def detach_hook(self) -> None:
-        """Remove the hook that records the shapes during a forward call."""
+        """Remove the hook that records the shapes during the forward pass."""
         if self._hook is not None:
             self._hook.remove()
 
@@ -207,7 +207,7 @@ def _count(parameter: Tensor) -> int:
 
 
 def parse_batch_shape(batch: Any) -> str | list[Any]:
-    """Return the shape of a tensor or the shapes of a list or tuple of tensors. Other objects return "?"."""
+    """Return the shape of a tensor or the shapes of a list or tuple of tensors. For other objects, return "?"."""
     if hasattr(batch, "shape"):
         return list(batch.shape)
     return [parse_batch_shape(item) for item in batch] if isinstance(batch, (list, tuple)) else UNKNOWN_SIZE

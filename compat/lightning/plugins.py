@@ -200,7 +200,7 @@ class TorchSyncBatchNorm(LayerSync):
     """Batch norm across all processes, equivalent to Trainer(sync_batchnorm=True)."""
 
     def apply(self, model: nn.Module) -> nn.Module:
-        """Return the model with torch's SyncBatchNorm."""
+        """Return the model with its batch norm layers replaced by torch's SyncBatchNorm."""
         synchronized: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)
         return synchronized
 

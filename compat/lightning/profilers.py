@@ -1,4 +1,4 @@
-"""Profilers with Lightning's names. They measure a run's actions or torch operators.
+"""Profilers with Lightning's names. They profile a run's actions or its torch operators.
 
 `Trainer(profiler=)` adds the callback `Profiling`. During a run, this callback wraps the functions that the loop calls.
 Runs without a profiler are not affected.
@@ -117,9 +117,9 @@ class PassThroughProfiler(Profiler):
 class SimpleProfiler(Profiler):
     """Measures the duration of each action.
 
-    The report lists the mean and total duration in seconds, the number of calls, and the percentage of the
+    The report lists each action's mean and total duration in seconds, number of calls, and percentage of the
     profiler's lifetime. `extended=False` omits the number of calls and the percentage. Raises ValueError if an action
-    is started while it is running, or stopped while it is not running.
+    is started while it is already running, or stopped while it is not running.
     """
 
     def __init__(self, dirpath: str | Path | None = None, filename: str | None = None, extended: bool = True) -> None:

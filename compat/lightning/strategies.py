@@ -399,7 +399,7 @@ FSDP_INSTEAD = {
 
 
 class ModelParallelStrategy(OwnBackward, PipelineMeshStrategy, ParallelStrategy):
-    """Data, sharding and tensor parallelism on a mesh. `configure_model` can apply torch's parallel styles."""
+    """Combines data, sharded and tensor parallelism on a mesh. `configure_model` can apply torch's parallel styles."""
 
     strategy_name = "model_parallel"
 

@@ -191,7 +191,7 @@ class Trainer(TrainerAttributes):
 
     # --- choices of this Trainer ------------------------------------------------------------------------------------
     def new_state(self) -> TrainerState:
-        """Return the initial state of a fit. Its counts continue from the end of the last fit."""
+        """Return the initial state for fit. Its counts continue from the end of the previous fit."""
         last = self.state
         # in Lightning, a second fit continues the counts of the first; in Legato, it starts from zero
         fields = ("global_step", "optimizer_steps", "rounds", "samples_seen", "replicas", "seed")

@@ -86,7 +86,7 @@ class StochasticWeightAveraging(weight_averaging.WeightAveraging, Callback):
 
     @staticmethod
     def avg_fn(averaged_model_parameter: Any, model_parameter: Any, num_averaged: Any) -> Any:
-        """Return the mean updated with one more value."""
+        """Return the mean, updated to include one more value."""
         return averaged_model_parameter + (model_parameter - averaged_model_parameter) / (num_averaged + 1)
 
     def average(self, averages: torch.Tensor, weights: torch.Tensor) -> None:

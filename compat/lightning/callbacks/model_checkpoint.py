@@ -451,7 +451,7 @@ class ModelCheckpoint(Checkpoint):
 
     @staticmethod
     def _link_checkpoint(trainer: "Trainer", filepath: str, linkpath: str) -> None:
-        """Create a symbolic link to a checkpoint. Replaces a link or a checkpoint of this run at `linkpath`."""
+        """Create a symbolic link to a checkpoint. A link or checkpoint of this run at `linkpath` is replaced."""
         if trainer.is_global_zero and os.path.abspath(filepath) != os.path.abspath(linkpath):
             if os.path.islink(linkpath):
                 os.remove(linkpath)

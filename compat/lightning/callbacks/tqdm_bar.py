@@ -145,7 +145,7 @@ class TQDMProgressBar(ProgressBar):
         return self._make(self.train_description, leave=True, smoothing=0)
 
     def init_validation_tqdm(self) -> Any:
-        """Return the validation bar, below the training bar if there is one."""
+        """Return the validation bar, placed below the training bar if there is one."""
         alone = self.trainer.stage == "validate"
         return self._make(self.validation_description, leave=alone, below=int(not alone))
 
