@@ -319,7 +319,7 @@ class TrainerAttributes(OwnParts, Trainer):
         metrics.flush()
         values, of_step = [], metrics.in_step
         for series in (metrics.series or {}).values():
-            # a value from before the latest logging point is already published, reduced over all ranks
+            # a value from before the latest logging point is already published, reduced across all ranks
             sums = (series.step if series.step_at >= self.state.logged_at else {}) if of_step else series.sums
             if sums and series.in_step is of_step and not (series.synced and metrics.processes > 1):
                 values.append((series, total(series.kind, sums)))

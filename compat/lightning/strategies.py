@@ -139,7 +139,7 @@ class Strategy(strategy.Strategy):
         return self.collectives.gather_objects(obj if self.place.rank == src else None)[src]
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce a tensor over all ranks. Any other object is returned unchanged."""
+        """Reduce a tensor across all ranks. Any other object is returned unchanged."""
         # Lightning returns other objects unchanged, and programs rely on this
         if not isinstance(tensor, Tensor) or self.place.world_size == 1:
             return tensor

@@ -451,7 +451,7 @@ class Trainer(TrainerAttributes):
                 callback.has_searched = True
 
     def _checkpoint(self, path: Any, weights_only: bool | None) -> Any:
-        """Return the checkpoint that a name or path selects. The default is the `ckpt_path` that was set, or None."""
+        """Return the checkpoint specified by a name or path. The default is the `ckpt_path` that was set, or None."""
         self.files.weights_only = weights_only
         path = self.__dict__.get("_ckpt_path") if path is None else path
         if path == "":  # such as the best_model_path of a callback that has saved no checkpoint

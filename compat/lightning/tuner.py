@@ -81,7 +81,7 @@ class LearningRateSweep(Callback):
         rates, losses = self.results["lr"], self.results["loss"]
         if len(losses) >= self.num_training or trainer.should_stop:
             return
-        # a sweep on multiple processes uses the batches of all processes, like Lightning's mean over ranks
+        # a sweep on multiple processes uses the batches of all processes, like Lightning's mean across ranks
         values = [loss for rank in trainer.strategy.data_ranks.gather_objects(self._losses) for loss in rank]
         self._losses = []
         loss = sum(values) / len(values) if values else math.nan
