@@ -1,1 +1,1 @@
-"""The foundation of all packages: errors, messages, arguments, values and names. It imports none of the others."""
+"""The foundation of all packages: errors, messages, arguments, values and names. It imports no other package."""

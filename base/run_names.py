@@ -1,4 +1,4 @@
-"""File names in run directories, and checks of names and paths. Does not import torch, so a config check is fast."""
+"""File names in run directories, and checks of names and paths. Does not import torch, to keep config checks fast."""
 
 import errno
 import json

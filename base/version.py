@@ -2,6 +2,6 @@
 
 __version__ = "0.1.0"
 LAST_READER = "dbd35eb"
-"""The last commit that reads checkpoints in the former format."""
+"""The last commit that can read checkpoints in the old format."""
 LAST_READER_OF_RUNS = "27ceea4"
-"""The last commit that reads run directories without `run.json`."""
+"""The last commit that can read run directories without `run.json`."""

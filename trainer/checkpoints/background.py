@@ -97,7 +97,7 @@ class Writer:
             torch.accelerator.synchronize(device)
 
     def _copy(self, place: tuple[str, str], tensor: Tensor, copies: dict[object, Tensor]) -> Tensor:
-        """Copy a tensor into the memory that was used for it in the previous save."""
+        """Copy a tensor into the memory used for its copy in the previous save."""
         identity = _identity(tensor)
         if identity not in copies:
             memory, is_async = self.memory.pop(place, None), has_streams(tensor.device)

@@ -1,4 +1,4 @@
-"""Encodes nested values as JSON and named tensors, and decodes them, without pickle.
+"""Encodes nested values as JSON and named tensors, and decodes them, without using pickle.
 
 A value of a type that JSON does not support is encoded as a mark, `{"__legato__": KIND, "value": ...}`. The mark of a
 tensor contains the name of a file and the tensor's name in that file.

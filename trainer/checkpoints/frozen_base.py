@@ -37,7 +37,7 @@ class Base(NamedTuple):
     digests: Mapping[str, str]
 
     def write(self, folder: Folder) -> FileSum:
-        """Write the base unless it exists. Return the base's size and SHA-256."""
+        """Write the base unless it already exists. Return the base's size and SHA-256."""
         if self.stored is not None:
             return self.stored
         return folder.add_base(lambda file: write_tensors(file, self.new, **{DIGESTS: json.dumps(self.digests)}))

@@ -72,7 +72,7 @@ class HashedUpload(HashedFile):
         """Upload to an open file.
 
         Args:
-            file: a file that fsspec has opened.
+            file: a file opened by fsspec.
         """
         self.sum = FileSum(0, "")
         self._size, self._hash, self._file = 0, hashlib.sha256(), file
@@ -126,7 +126,7 @@ def check_file(path: Path, expected: FileSum) -> Path:
 
 
 def parse_json(data: bytes, name: str) -> Any:
-    """Parse strict JSON (UTF-8, no NaN, no repeated keys). Raises CheckpointError with the file's name."""
+    """Parse strict JSON (UTF-8, no NaN, no repeated keys). Raises a CheckpointError that includes the file's name."""
     # RecursionError: anyone can craft a small file with 100,000 brackets
     try:
         return json.loads(data.decode("utf-8"), object_pairs_hook=_unique_keys, parse_constant=_no_constant)

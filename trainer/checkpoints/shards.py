@@ -126,7 +126,7 @@ class StoredTensor:
         return math.prod(self.shape)
 
     def __getitem__(self, place: tuple[slice, ...]) -> Tensor:
-        """Read a block into new memory. `place` must contain one slice for each dimension, without steps."""
+        """Read a block into new memory. `place` must contain one slice, without a step, for each dimension."""
         starts = [range(size)[cut].start for cut, size in zip(place, self.shape, strict=True)]
         counts = [len(range(size)[cut]) for cut, size in zip(place, self.shape, strict=True)]
         block = torch.zeros(counts, dtype=self.dtype)

@@ -108,7 +108,7 @@ class Folder(Protocol):
     def remove(self, name: str, run: str | None = None) -> None:
         """Delete a checkpoint, which must be a directory with a valid manifest that lists every file in it.
 
-        Raises CheckpointError for anything else, including links, and if the run `run` did not write the checkpoint.
+        Raises CheckpointError for anything else, including links, and if `run` did not write the checkpoint.
         """
 
 

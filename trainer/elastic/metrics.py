@@ -29,7 +29,7 @@ class SharedStates(MetricStates):
     def own_states(self) -> dict[str, dict[int, States]]:
         """Return the states of this process's replicas, by path and replica, for all metrics that have been updated.
 
-        Metrics that have been reset after an update are included.
+        Metrics that were reset after an update are included.
         """
         self.save()
         local = {path: {r: on_host(states) for r, states in self._own(path).items()} for path in self.kept}
@@ -188,7 +188,7 @@ class SharedMetrics(Metrics):
 
     # --- checkpoints, without a collective: the state at the last exchange ------------------------------------------
     def state_dict(self) -> dict[str, Any]:
-        """Return the sums of the training epoch so far."""
+        """Return the sums for the training epoch so far."""
         series = [
             {
                 "description": list(series.description[:-1]),

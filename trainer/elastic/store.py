@@ -46,7 +46,7 @@ class ElasticWorker:
 
 @dataclass(frozen=True)
 class Generation:
-    """A list of members, ordered by rank, with an instruction to these members."""
+    """A list of members, ordered by rank, with an instruction for these members."""
 
     version: int
     members: tuple[Member, ...]
@@ -174,7 +174,7 @@ class MemberRegistry:
         self.members = [remaining for remaining in self.members if remaining in self.have_state]
 
     def request_generation(self, version: int) -> None:
-        """Request a new generation, because the group of generation `version` has broken although no process died."""
+        """Request a new generation, because the group of generation `version` broke even though no process died."""
         self.is_requested |= version == self.generation.version
 
     def decide(self) -> Generation | None:

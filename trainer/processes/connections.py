@@ -21,7 +21,7 @@ def noting(*, more: bool = False) -> Iterator[None]:
     """Record the connections opened in this context. Does nothing if the system does not list a process's open files.
 
     Args:
-        more: whether to keep earlier records, as for a group that is created in addition to the default group.
+        more: whether to keep earlier records, for example if a group is created in addition to the default group.
     """
     before = _connected()
     yield
@@ -47,7 +47,7 @@ def shut_down(*, keep_port: int | None = None) -> None:
 
 
 def _connected() -> dict[int, Ends]:
-    """Return both addresses of each TCP connection of this process, by file descriptor."""
+    """Return both addresses of each of this process's TCP connections, by file descriptor."""
     connections: dict[int, Ends] = {}
     try:
         numbers = [int(name) for name in os.listdir("/proc/self/fd")]

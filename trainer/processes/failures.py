@@ -29,7 +29,7 @@ def alive_file(report: Path) -> Path:
 
 
 def write_atomically(path: Path, *contents: bytes) -> None:
-    """Write `contents` in sequence to a file that is either complete or absent."""
+    """Write `contents` in sequence to a file, which appears only once it is complete."""
     partial = path.with_suffix(".part")
     try:
         with partial.open("wb") as file:
@@ -58,7 +58,7 @@ def leave(code: int, end: "int | Failure") -> NoReturn:
 
 
 def end_process(error: BaseException, tell: bool = True) -> NoReturn:
-    """Report `error` and kill this process and its children. Without a launcher, print the error if `tell` is set."""
+    """Report `error` and kill this process and its children. Without a launcher, print `error` if `tell` is true."""
     if _report is None and tell:
         os.write(2, f"{type(error).__name__}: {error}\n".encode())
     leave(1, Failure.of_exception(error))

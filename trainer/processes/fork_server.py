@@ -17,7 +17,7 @@ _handles_ctrl_c = signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
 
 
 def _let_through() -> None:
-    """Unblock the end signals in a new worker, with their default handlers. Does nothing in the worker's children."""
+    """Unblock the end signals in a new worker and let Ctrl-C end it. Does nothing in the worker's children."""
     if _blocked:
         if _handles_ctrl_c:
             signal.signal(signal.SIGINT, signal.SIG_DFL)

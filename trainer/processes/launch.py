@@ -234,7 +234,7 @@ class WorkerGroup:
 
     @property
     def running(self) -> list[Worker]:
-        """Workers that have no recorded end yet."""
+        """Workers whose end has not been recorded yet."""
         return [worker for worker in self.workers if not worker.has_ended]
 
     def start(self, enter: Callable[..., Callable[[], None]]) -> None:

@@ -23,7 +23,7 @@ def located(place: Place) -> Place:
     """Return the place of a process in a script's own process group, with its node and local rank filled in.
 
     The node and the local rank are derived from the host names of all ranks, so all ranks must call this. A local rank
-    from LOCAL_RANK (0 or more) is kept. If the group does not come from a script, return the place unchanged.
+    set by LOCAL_RANK (0 or greater) is kept. If the group does not come from a script, return the place unchanged.
     """
     if place.origin != "script":
         return place
@@ -66,7 +66,7 @@ def report_layout(place: Place, device: torch.device, ranks: Ranks, meeting: str
     """On rank 0, print the layout of the ranks and the address of their rendezvous. All ranks must call this.
 
     Args:
-        meeting: the address. Nothing is printed if it is empty, as for an existing group, a single process or an
+        meeting: the address. Nothing is printed if it is empty, as it is for an existing group, a single process or an
             elastic run.
     """
     if not meeting:

@@ -92,7 +92,7 @@ class Ranks:
             tensor.copy_(row.view(tensor.dtype).view_as(tensor))
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """Return the tensors of all ranks, which must have equal shapes, stacked to (size, *shape)."""
+        """Return the tensors of all ranks, which must have equal shapes, stacked into shape (size, *shape)."""
         if self.size == 1:
             return tensor.unsqueeze(0)
         gathered = [torch.empty_like(tensor) for _ in range(self.size)]

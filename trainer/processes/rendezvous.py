@@ -204,7 +204,7 @@ def _open_store(address: Rendezvous, rank: int, world_size: int, timeout: timede
 
 
 def host_store(host: str, port: int, one_node: bool) -> "Store":
-    """Serve a store on `port` (0: any free port) of `host`, or of all interfaces if `host` cannot be bound."""
+    """Serve a store on `port` (0: any free port) of `host`, or on all interfaces if `host` cannot be bound."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     try:

@@ -26,7 +26,7 @@ _dump_file: IO[str] | None = None
 
 @dataclass(frozen=True)
 class Frame:
-    """A line of a stack."""
+    """A line in a stack."""
 
     file: str
     line: int
@@ -60,7 +60,7 @@ class Frame:
 
 
 def stack_of(thread: int) -> list[Frame]:
-    """Return the stack of a thread of this process, innermost frame first."""
+    """Return the stack of a thread in this process, innermost frame first."""
     stack, frame = [], sys._current_frames().get(thread)  # noqa: SLF001 (documented)
     while frame is not None:
         stack.append(Frame(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
@@ -127,13 +127,13 @@ def _is_outside_loader(stack: list[Frame]) -> bool:
 
 
 def dump_stacks_to(file: IO[str] | None) -> None:
-    """Let loader workers that are forked later write their stacks to `file` on the DUMP signal."""
+    """Let loader workers that are forked later write their stacks to `file` when they receive DUMP."""
     global _dump_file
     _dump_file = file
 
 
 def answer_dumps() -> None:
-    """Write this loader worker's stacks to the dump file on the DUMP signal."""
+    """Write this loader worker's stacks to the dump file when it receives DUMP."""
     if _dump_file is not None:
         faulthandler.register(DUMP, _dump_file)
 

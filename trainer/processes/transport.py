@@ -1,4 +1,4 @@
-"""Sends functions, results and exceptions with tracebacks between a process and its workers, with cloudpickle.
+"""Sends functions, results and exceptions with tracebacks between a process and its workers, using cloudpickle.
 
 The files are in a private folder and are unpickled by a process of the same user and run, seconds after they were
 written. The folder is then removed, so no pickled data is kept.
@@ -101,7 +101,7 @@ def pack(content: Any, named: frozenset[str] = frozenset(), placed: frozenset[st
 
 
 def unpack(path: Path, index: int = 0) -> Any:
-    """Return the object at position `index` in a file that a process of this run has packed."""
+    """Return the object at position `index` in a file packed by a process of this run."""
     with path.open("rb") as file:
         for _ in range(index):
             pickle.load(file)

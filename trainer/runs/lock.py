@@ -103,7 +103,7 @@ def belongs_to_training(folder: Path) -> bool:
 
 
 def is_held(folder: Path) -> bool:
-    """Return whether a live run holds, or may hold, a folder's lock. Does not wait and does not take the lock."""
+    """Return whether a live run holds, or may hold, a folder's lock. Does not wait for the lock or take it."""
     try:
         age = time.time() - (folder / LOCK).stat().st_mtime
     except FileNotFoundError:

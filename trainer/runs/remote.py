@@ -33,7 +33,7 @@ log = logging.getLogger("legato")
 EVERY = 60.0
 """Seconds between two uploads of changed files."""
 AT_ONCE = 8
-"""Number of files that are downloaded in parallel."""
+"""Number of files downloaded in parallel."""
 READ = {RUN_FILE, POINTS_FILE, CONFIG, GIVEN_CONFIG, RECORD, EPOCHS, LOCK}
 """Files that a reader of runs needs, in addition to the folder `starts`."""
 

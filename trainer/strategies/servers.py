@@ -1,4 +1,4 @@
-"""Remote modules of a task. The ddp_rpc strategy keeps them on servers; all others build them in the task itself."""
+"""Remote modules of a task. The ddp_rpc strategy keeps them on servers; other strategies build them in the task."""
 
 import zlib
 from collections.abc import Callable

@@ -77,7 +77,7 @@ class ShardedStateDicts(StateDicts):
         """The default group when `writers` was created."""
 
     def open_writers(self, rank: int, size: int) -> None:
-        """Create a process group for background saves, whose collectives must not mix with those of training.
+        """Create a process group for background saves, whose collectives must not be mixed with those of training.
 
         All ranks must call this. Later calls to the trainer's methods reuse the group.
         """

@@ -242,7 +242,7 @@ class Bucket:
         self._give_gradients(gradients)
 
     def refuse_late_gradients(self) -> None:
-        """Raise TaskError if the backward pass added to a gradient that had already been sent."""
+        """Raise TaskError if the backward pass accumulated into a gradient that had already been sent."""
         if any(parameter.grad is not None for parameter in self.parameters):
             shapes = [tuple(parameter.shape) for parameter in self.parameters if parameter.grad is not None]
             raise TaskError(

@@ -114,7 +114,7 @@ class Zero1StateDicts(ShardedStateDicts):
     read_in_parts = ("optimizer_states",)
 
     def parts(self, world_size: int) -> StateParts:
-        """Return how a run is divided. The optimizer's state is sharded over all processes."""
+        """Return how a run is divided among processes. The optimizer's state is sharded over all processes."""
         return StateParts(world_size, optimizer=world_size)
 
     def __init__(self) -> None:

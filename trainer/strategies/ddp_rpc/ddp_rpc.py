@@ -367,7 +367,10 @@ class RemoteStateDicts(StateDicts):
         self.strategy = strategy
 
     def parts(self, world_size: int) -> StateParts:
-        """Return how a run is divided. Only trainers process batches. The task determines how weights are sharded."""
+        """Return how a run is divided among processes.
+
+        Only trainers process batches. The task determines how weights are sharded.
+        """
         return StateParts(world_size - self.strategy.servers, weights=None)
 
     def load_model(self, task: "Task", weights: Mapping[str, Any], strict: bool) -> None:

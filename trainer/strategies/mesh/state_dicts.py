@@ -33,7 +33,10 @@ class MeshStateDicts(ShardedStateDicts):
         self.asked = asked
 
     def parts(self, world_size: int) -> StateParts:
-        """Return how a run is divided. Raises ConfigError if the product of the axes is not `world_size`."""
+        """Return how a run is divided among processes.
+
+        Raises ConfigError if the product of the axes is not `world_size`.
+        """
         sizes = fit_sizes(self.asked, world_size)
         cut = world_size // sizes.data
         return StateParts(sizes.data * sizes.shard, weights=cut, optimizer=cut, layers=sizes.tensor * sizes.pipeline)

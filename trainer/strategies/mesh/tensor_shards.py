@@ -91,7 +91,7 @@ class TensorShards:
         return like(inputs, torch.cat(outputs, -1), Shard(-1))
 
     def _row(self, layer: Any, inputs: Tensor) -> Tensor:
-        """Return the sum of the outputs of all shards of a row layer, over all processes."""
+        """Return a row layer's output: the sum over all shards on all processes."""
         before, self.generators = self.generators, None
         if before is not None and not torch.equal(before, generators()):
             raise TaskError(

@@ -1,4 +1,4 @@
-"""DDP with model parallelism: each process has multiple devices, and each device has a part of the model."""
+"""DDP with model parallelism. Each process has multiple devices, each with a part of the model."""
 
 import logging
 from collections.abc import Iterable, Sequence

@@ -84,7 +84,7 @@ def module_bytes(module: nn.Module) -> int:
 
 
 def cut(blocks: Sequence[PartBlock], parts: int, split: Split = "auto") -> list[list[PartBlock]]:
-    """Return the blocks of each part. Raises ConfigError if there are too few blocks or `split` does not match them."""
+    """Return the blocks in each part. Raises ConfigError if there are too few blocks or `split` does not match them."""
     if len(blocks) < parts:
         names = ", ".join(block.name for block in blocks)
         raise ConfigError(
@@ -105,7 +105,7 @@ def cut(blocks: Sequence[PartBlock], parts: int, split: Split = "auto") -> list[
 
 
 def cut_task(task: "Task", parts: int, split: Split = "auto") -> list[list[PartBlock]]:
-    """Return the blocks of each part of a task. Raises ConfigError if two parts would share a tensor."""
+    """Return the blocks in each part of a task. Raises ConfigError if two parts would share a tensor."""
     blocks = find_part_blocks(task)
     if not blocks:
         raise ConfigError(describe_missing_blocks(task))

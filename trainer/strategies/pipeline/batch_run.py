@@ -1,4 +1,4 @@
-"""Execution of a batch on one process of a pipeline.
+"""Execution of a batch on one process in a pipeline.
 
     first stage   runs training_step on each micro-batch up to the first block, whose arguments are the pipeline's input
     last stage    runs training_step on each micro-batch, and computes the loss, the output and the logged values
