@@ -81,7 +81,7 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def freeze(modules: "Modules", train_bn: bool = True) -> None:
-        """Freeze all parameters or, with `train_bn`, all except those of batch norms."""
+        """Freeze all parameters or, if `train_bn` is true, all except batch norm parameters."""
         from ..base.tensors import BATCH_NORM
 
         for module in BaseFinetuning.flatten_modules(modules):
@@ -229,7 +229,7 @@ class BackboneFinetuning(BaseFinetuning):
         self.freeze(task.backbone)
 
     def finetune_function(self, task: "Task", epoch: int, optimizer: "Optimizer") -> None:
-        """Unfreeze the backbone at the configured epoch, and raise its learning rate in each later epoch."""
+        """Unfreeze the backbone at the configured epoch, and increase its learning rate in each later epoch."""
         rate = float(optimizer.param_groups[0]["lr"])
         if epoch == self.unfreeze_backbone_at_epoch:
             initial_lr = self.backbone_initial_lr

@@ -36,8 +36,8 @@ class ProgressBar(ProgressDisplay):
     The bar shows the epoch, the step, the time left in the epoch, samples per second over all replicas, and metrics
     logged with `prog_bar=True`. For training metrics, it shows the mean over the epoch so far. With multiple processes,
     that mean only covers steps up to the latest logging point. For other metrics, the bar shows the latest value. tqdm
-    redraws the bar at most ten times a second. Outside of terminals and notebooks, the callback prints one line per
-    minute instead. Metrics are read from the device at logging points and every two seconds.
+    redraws the bar at most ten times a second. Outside terminals and notebooks, the callback prints one line per minute
+    instead. Metrics are read from the device at logging points and every two seconds.
 
     The table shows metrics logged with `prog_bar=True` and the metric that a Checkpoint callback monitors. An asterisk
     marks that metric's best value. If there are no such metrics, the table shows all logged metrics. Epochs are counted

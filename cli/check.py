@@ -1,8 +1,8 @@
 """`legato check`: runs a few steps of every stage in the real process layout, to find errors before the run.
 
-The command trains and validates, resumes from the checkpoint just written, tests and predicts. Each stage runs the
-config with some values replaced (`trial_of`). Trials write to a temporary folder beside the run directories, so that
-they use the same disk and network as the run. A callback on every rank records measurements (recorder.py).
+The command trains and validates, resumes from the checkpoint that was just written, tests and predicts. Each stage runs
+the config with some values replaced (`trial_of`). Trials write to a temporary folder beside the run directories, so
+that they use the same disk and network as the run. A callback on every rank records measurements (recorder.py).
 """
 
 import logging
@@ -89,7 +89,7 @@ class Report:
     def seconds(self) -> float | None:
         """Seconds per step including data loading: the median over the second half of the steps on the slowest rank.
 
-        The first steps also load code, start loader workers and allocate memory.
+        The first few steps also load code, start loader workers and allocate memory.
         """
         # all ranks wait for the slowest rank's gradients
         later = [record.seconds[len(record.seconds) // 2 :] for record in self.records if record.seconds]

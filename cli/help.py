@@ -1,4 +1,4 @@
-"""`legato help`: explains a config key, or a class that a config may name."""
+"""`legato help`: explains a config key or a class that can be used in a config."""
 
 import inspect
 from argparse import Namespace
@@ -14,7 +14,7 @@ from .config.read import MOVED, SECTIONS, dotted
 
 NAME = __name__.partition(".")[0]
 ROOMS = ("callbacks", "loggers", "tasks", "lab")
-"""Packages whose classes a config may name."""
+"""Packages whose classes can be used in a config."""
 
 
 def run_help(options: Namespace) -> None:

@@ -57,7 +57,7 @@ class Record:
 
 
 class Recorder(MonitoringCallback):
-    """Records the first steps of fit, and then ends the run. The record is saved in the run directory after each step.
+    """Records the first few steps of fit, then ends the run. The record is saved in the run directory after each step.
 
     Each rank writes its own file, since a collective fails if any rank has failed.
     """

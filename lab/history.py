@@ -58,7 +58,7 @@ class RunHistory:
 
     @cached_property
     def folders(self) -> list[Location]:
-        """Folders that hold the run's checkpoints. The run directory comes first and takes precedence over copies."""
+        """Folders with the run's checkpoints. The run directory comes first and takes precedence over copies."""
         elsewhere = (name for _, start in self.starts for name in start.get("checkpoint_folders", ()))
         return list(dict.fromkeys([checkpoints_of(self.directory), *map(to_location, elsewhere)]))
 

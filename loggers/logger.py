@@ -54,7 +54,7 @@ class Logger:
 
     @property
     def save_dir(self) -> str | None:
-        """Folder that holds all runs, or None before a run."""
+        """Folder that contains all runs, or None before a run."""
         return None if self._directory is None else str(self._directory.parent.parent)
 
     @property
@@ -78,7 +78,7 @@ class Logger:
 
     @property
     def root_dir(self) -> str | None:
-        """Folder that holds all versions of the run, or None before a run."""
+        """Folder that contains all versions of the run, or None before a run."""
         return None if self._directory is None else str(self._directory.parent)
 
     @property

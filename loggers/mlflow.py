@@ -13,7 +13,7 @@ from .logger import Logger, NoExperiment
 
 DATABASE = "mlflow.db"
 ID_FILE = "mlflow-id.txt"
-"""File in the run directory that holds the id of the MLflow run to continue after a resume."""
+"""File in the run directory that stores the id of the MLflow run to continue after a resume."""
 
 
 class MLFlowLogger(Logger):

@@ -10,7 +10,7 @@ from .hyperparameters import plain
 from .logger import Logger, NoExperiment
 
 ID_FILE = "wandb-id.txt"
-"""File in the run directory that holds the id of the W&B run to continue after a resume."""
+"""File in the run directory that stores the id of the W&B run to continue after a resume."""
 STEP = "trainer/global_step"
 """Name of the x-axis of all metrics."""
 

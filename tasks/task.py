@@ -175,15 +175,15 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
         """Build modules that are too large to fit in each process's CPU memory. This is called once per stage."""
 
     def configure_blocks(self) -> Sequence[nn.Module] | None:
-        """Return the model as a list of blocks, each of which takes the previous block's output.
+        """Return the model as a list of blocks, each of which receives the previous block's output.
 
         Pipeline parallelism splits this list into stages. None (default): use the blocks of the nn.Sequential that
-        holds all parameters.
+        contains all parameters.
         """
         return None
 
     def remote_modules(self) -> Mapping[str, Callable[[], nn.Module]]:
-        """Return factories, by attribute name, for modules that are too large for each process to hold.
+        """Return factories, by attribute name, for modules that are too large to replicate in every process.
 
         The ddp_rpc strategy places these modules in server processes. Under other strategies, each process builds them.
         """

@@ -94,10 +94,10 @@ class Schedule:
                 self.step_by_epoch()
 
     def step_by_epoch(self) -> None:
-        """Step the epoch-interval schedulers that need no metric once per epoch, at the last step if it is known.
+        """Once per epoch, at the last step if it is known, step the epoch-interval schedulers that need no metric.
 
         This happens before the validation that ends the epoch, so that a checkpoint saved during that validation
-        contains the next learning rates.
+        contains the next epoch's learning rates.
         """
         if self.state.scheduled_epochs <= self.state.epoch:
             self.state.scheduled_epochs = self.state.epoch + 1

@@ -66,7 +66,7 @@ LAUNCHERS = {
     "ray": ".ray:RayLauncher",
     "kubernetes": ".kubernetes:KubernetesLauncher",
 }
-"""Module and class of each launcher, by name. A module is imported only if a config names its launcher."""
+"""Module and class of each launcher, by name. A module is imported only if a config uses its launcher."""
 _FOLDERS = {"strategy": f"{_PACKAGE}.trainer.strategies", "launcher": f"{_PACKAGE}.cli.launchers"}
 _SHOWN = 5  # maximum number of mistakes in a message
 
@@ -193,7 +193,7 @@ def _require_none(problems: Iterable[Problem], layer: Layer) -> None:
 
 
 def entries(values: Mapping[str, Any]) -> Iterator[tuple[Key, Any]]:
-    """Yield the key and value of each config entry that must name a class: task, data, callbacks and loggers."""
+    """Yield the key and value of each config entry that must specify a class: task, data, callbacks and loggers."""
     for section in EXPECTED:
         value = values.get(section)
         if section in ("task", "data"):
@@ -204,7 +204,7 @@ def entries(values: Mapping[str, Any]) -> Iterator[tuple[Key, Any]]:
 
 
 def is_entry(key: Key) -> bool:
-    """Return whether a key belongs to an entry that must name a class."""
+    """Return whether a key belongs to an entry that must specify a class."""
     return len(key) == {"task": 1, "data": 1, "callbacks": 2, "loggers": 2}.get(str(key[0]))
 
 

@@ -138,11 +138,11 @@ def parse_yaml(text: str, name: str, key: Key = (), origin: str | None = None) -
     """Parse a YAML document.
 
     Args:
-        name: Name of the file for messages and origins.
+        name: Name of the file to use in messages and origins.
         key: Key of the document's root.
         origin: Origin to record for all values instead of "file:line".
 
-    Raises ConfigError with file and line for invalid YAML and for values that are not plain data.
+    Raises ConfigError with the file and line for invalid YAML and for values that are not plain data.
     """
     if name.endswith(".py"):
         raise ConfigError(f"{name} is a Python script, not a YAML config. Run it with `python {name}`.")
@@ -210,7 +210,7 @@ class _NodeReader:
 
 
 def dump_yaml(values: Mapping[str, Any], origin: Callable[[Key], str] | None = None) -> str:
-    """Return plain data as YAML that `parse_yaml` can read. `origin` adds a comment with the origin to each line."""
+    """Return plain data as YAML that `parse_yaml` can read. If `origin` is set, add each line's origin as a comment."""
     lines: list[str] = []
 
     def write(value: Any, indent: str, head: str, key: Key) -> None:
@@ -461,7 +461,7 @@ def _overrides(base: Layer, overrides: Sequence[str]) -> Layer:
 
 # --- interpolations ---------------------------------------------------------------------------------------------------
 def _refuse_unused_vars(merged: Layer) -> None:
-    """Raise ConfigError if an override sets a variable in `vars` that no value uses and that is probably misspelled."""
+    """Raise ConfigError if an override sets a (probably misspelled) variable in `vars` that no value uses."""
     text = " ".join(text for _, text in _texts(merged.values))
     used = set(re.findall(r"\$\{vars(?:\.|\[['\"]?)([\w-]+)", text))
     for key, origin in merged.origins.items():

@@ -45,7 +45,7 @@ class RayLauncher(Launcher):
         placement_timeout: Seconds to wait for free nodes.
         python: Path of the Python interpreter on the nodes. None: this process's interpreter.
 
-    Raises ConfigError if the package is missing, and WorkerError if the cluster is too small or a node fails.
+    Raises ConfigError if Ray is not installed, and WorkerError if the cluster is too small or a node fails.
     """
 
     name = "ray"
@@ -59,7 +59,7 @@ class RayLauncher(Launcher):
     def start(self, command: str, config: "Config", machines: Machines) -> int:
         """Run the command on the cluster, wait for it, and return its exit code.
 
-        Raises ConfigError if Ray is missing, and WorkerError if the cluster is too small or a node fails.
+        Raises ConfigError if Ray is not installed, and WorkerError if the cluster is too small or a node fails.
         """
         if self.address is None and machines.nodes > 1:  # Ray would wait forever for more nodes
             raise ConfigError(

@@ -53,7 +53,7 @@ def run_clean(arguments: Namespace) -> None:
 
 
 def deletions(runs: Sequence[RunDirectory], kinds: Sequence[str]) -> dict[str, list[Deletion]]:
-    """Return the folders that may be deleted, by kind. Runs in use are left out."""
+    """Return the folders that may be deleted, by kind. Runs in use are omitted."""
     by_kind: dict[str, list[Deletion]] = {kind: [] for kind in kinds}
     for run in runs:
         # an evaluation in progress reads a checkpoint of the run
@@ -96,7 +96,7 @@ def confirmed(question: str) -> bool:
 
 
 def delete_locked(deletion: Deletion) -> bool:
-    """Delete a run or checkpoint while holding the run's lock, which prevents a resume. Return whether it was deleted.
+    """Delete a run or checkpoint while holding the run's lock, so that it cannot resume. Return whether it was deleted.
 
     If it was not deleted, print the reason.
     """

@@ -38,7 +38,7 @@ def run_show(arguments: Namespace) -> None:
 
 
 def heading(run: RunDirectory) -> str:
-    """Return the first lines: the run's state, step, time and best value."""
+    """Return the heading, which shows the run's state, step, time and best value."""
     status = run.status
     steps, epochs = status.get("max_steps"), status.get("max_epochs")
     step = f"step {run.step}" + (f" of {steps}" if isinstance(steps, int) and steps > 0 else "")

@@ -135,7 +135,7 @@ class MapLoader:
 
     @property
     def batch_size(self) -> int:
-        """Positions per batch; 1 when positions are whole batches."""
+        """Positions per batch; 1 if each position is a whole batch."""
         return 1 if self.own_batches else int(self.loader.batch_sampler.batch_size)  # type: ignore[union-attr]
 
     @property
