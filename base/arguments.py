@@ -265,12 +265,12 @@ def read_strategy(trainer: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
 
 @cache
 def argument_texts() -> dict[str, str]:
-    """Return the documentation of each Trainer argument, by name."""
+    """Return the documentation of each Trainer argument, keyed by name."""
     return documented_arguments(TrainerArguments.__doc__)
 
 
 def documented_arguments(docstring: str | None) -> dict[str, str]:
-    """Return the description of each argument in the "Args:" section of a docstring, by name."""
+    """Return the description of each argument in the "Args:" section of a docstring, keyed by name."""
     section = inspect.cleandoc(docstring or "").partition("Args:\n")[2]
     entries = re.findall(r"(?m)^    ([\w, `]+): (.*(?:\n {6,}.*)*)", section)
     return {name.strip(" `"): re.sub(r"\s+", " ", text) for names, text in entries for name in names.split(",")}

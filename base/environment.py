@@ -35,7 +35,7 @@ def read_int(*names: str) -> int | None:
 
 
 def all_variables() -> dict[str, str]:
-    """Return all variables by name."""
+    """Return all variables, keyed by name."""
     return dict(os.environ)
 
 
@@ -75,7 +75,7 @@ def lead_python_path(folder: str) -> None:
 
 
 def numeric_variables() -> dict[str, str | None]:
-    """Return the variables that affect numerical results, by name; None for a variable that is not set."""
+    """Return the variables that affect numerical results, keyed by name; None for a variable that is not set."""
     return {name: os.environ.get(name) for name in NUMERIC_VARIABLES}
 
 

@@ -78,7 +78,7 @@ class _ToStderr(logging.Handler):
 
 
 LEVELS = {"--quiet": logging.WARNING, "--verbose": logging.DEBUG}
-"""Log level by command-line option."""
+"""Log level for each command-line option."""
 
 
 @contextmanager

@@ -29,7 +29,7 @@ def find_models(module: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def require_models(task: Any) -> dict[str, Any]:
-    """Return the task's models that have `save_pretrained`, by name. Raises TaskError if there are none."""
+    """Return the task's models that have `save_pretrained`, keyed by name. Raises TaskError if there are none."""
     models = dict(find_models(task))
     if not models:
         raise TaskError(

@@ -130,13 +130,13 @@ def node_numbers() -> tuple[int, int | None]:
 
 # --- modules ----------------------------------------------------------------------------------------------------------
 Tensors = MutableMapping[str, Any]
-"""A module's parameters or buffers by name, to read and replace."""
+"""A module's parameters or buffers, keyed by name, to read and replace."""
 ModuleParts = tuple[dict[str, Any], dict[str, Any], dict[str, Any]]
-"""A module's parameters, buffers and children by name."""
+"""A module's parameters, buffers and children, keyed by name."""
 
 
 def own_buffers(module: nn.Module) -> Tensors:
-    """Return a module's own buffers by name, including buffers that are None but not those of its children."""
+    """Return a module's own buffers, keyed by name, including buffers that are None but not those of its children."""
     return module._buffers
 
 
@@ -375,7 +375,7 @@ def end_loader_workers(iterator: Any, loader: Any = None) -> None:
 
 # --- torchmetrics -----------------------------------------------------------------------------------------------------
 def reductions_of(metric: Any) -> dict[str, Any]:
-    """Return how each state of a metric is reduced over ranks, by the state's name."""
+    """Return how each state of a metric is reduced over ranks, keyed by state name."""
     reductions: dict[str, Any] = metric._reductions
     return reductions
 

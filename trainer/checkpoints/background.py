@@ -27,7 +27,7 @@ class Writer:
 
     def __init__(self) -> None:
         self.memory: dict[tuple[str, str], Tensor] = {}
-        """Copies in host memory, by file and by tensor name."""
+        """Copies in host memory, keyed by file and tensor name."""
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._checkpoint: Location | None = None

@@ -99,9 +99,9 @@ class FlatState:
     tree: Any
     """Strict JSON, with marks in place of tensors."""
     tensors: dict[str, dict[str, Tensor]] = field(default_factory=lambda: {MODEL: {}, OTHERS: {}})
-    """Tensors by file (`model` or `tensors`) and name. They are not copied and may share memory."""
+    """Tensors, keyed by file (`model` or `tensors`) and name. They are not copied and may share memory."""
     shards: dict[str, dict[str, ShardBlock]] = field(default_factory=lambda: {MODEL: {}, OTHERS: {}})
-    """This process's shards of sharded tensors, by file and name."""
+    """This process's shards of sharded tensors, keyed by file and name."""
     marks: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)
     """Marks of the sharded tensors in the tree."""
     frozen: set[str] = field(default_factory=set)
@@ -264,7 +264,7 @@ def _is_plain(value: Any) -> bool:
 
 # --- decoding ---------------------------------------------------------------------------------------------------------
 Tensors = dict[tuple[str, str], Tensor]
-"""Tensors by file and name."""
+"""Tensors, keyed by file and name."""
 
 
 def unflatten(

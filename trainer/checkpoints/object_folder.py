@@ -54,7 +54,7 @@ class ObjectFolder:
         return retried(place, getattr(connect(place), request), place, *arguments, **options)
 
     def _sizes(self, name: str = "") -> dict[str, int]:
-        """Return the sizes of all objects in a checkpoint, or in the folder if `name` is "", by relative path."""
+        """Return the sizes of all objects in a checkpoint, or in the folder if `name` is "", keyed by relative path."""
         return sizes_below(self.location / name if name else self.location)
 
     # --- reading ----------------------------------------------------------------------------------------------------

@@ -97,7 +97,7 @@ class Folder(Protocol):
         """Delete the files of an abandoned checkpoint."""
 
     def bases(self) -> dict[FileSum, dict[str, str]]:
-        """Return the existing bases (frozen_base.py), each with the SHA-256 of its tensors, by tensor name."""
+        """Return the existing bases (frozen_base.py), each with the SHA-256 of its tensors, keyed by name."""
 
     def add_base(self, write: Callable[[HashedFile], FileSum]) -> FileSum:
         """Write a base with `write`, named after its SHA-256. Multiple processes may call this at the same time."""

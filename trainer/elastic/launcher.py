@@ -92,7 +92,7 @@ class ElasticWorkerGroup(WorkerGroup):
         self.timeout, self.store, self.port = timeout, store, port
         self.ids = itertools.count()
         self.members: dict[int, Member] = {}
-        """Members by id, including those that have exited."""
+        """Members, keyed by id, including those that have exited."""
         self.registry = MemberRegistry([])
         self.published_at = 0.0
         self.enter: Callable[[ElasticWorker], Callable[[], None]] | None = None

@@ -272,7 +272,7 @@ class ElasticMembership(Membership):
 
     # --- after training ---------------------------------------------------------------------------------------------
     def returns_result(self, rank: int) -> bool:
-        """Wait for permission to exit. Return whether this process must return the result of the run."""
+        """Wait for permission to exit. Return whether this process must return the run's result."""
         self.store.post("finished", self.member)
         while (permission := self.store.released(self.member)) is None:
             time.sleep(self._pause)

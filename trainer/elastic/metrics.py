@@ -27,9 +27,9 @@ class SharedStates(MetricStates):
         return True
 
     def own_states(self) -> dict[str, dict[int, States]]:
-        """Return the states of this process's replicas, by path and replica, for all metrics that have been updated.
+        """Return the states of this process's replicas, keyed by path and replica.
 
-        Metrics that were reset after an update are included.
+        All metrics that have been updated are included, even if they were reset after the update.
         """
         self.save()
         local = {path: {r: on_host(states) for r, states in self._own(path).items()} for path in self.kept}
@@ -43,7 +43,7 @@ class SharedStates(MetricStates):
             self.kept[path] |= {replica: state for replica, state in remote.items() if replica not in self.replicas}
 
     def all(self) -> dict[str, dict[int, States]]:
-        """Return the states of all replicas for each updated metric, by path and replica."""
+        """Return the states of all replicas for each updated metric, keyed by path and replica."""
         self.save()
         updated = (path for path, kept in self.kept.items() if any(states[COUNT] for states in kept.values()))
         return {path: {r: on_host(states) for r, states in self.kept[path].items()} for path in updated}
@@ -72,7 +72,7 @@ class SharedMetrics(Metrics):
             self.unshared = []
 
     def make_states(self, replicas: list[int], by_replica: bool) -> SharedStates:
-        """Return the states of the task's metrics, by replica."""
+        """Return the states of the task's metrics, keyed by replica."""
         return SharedStates(self.task, replicas, by_replica=True)
 
     def leave_batches(self, samples: int) -> None:
@@ -217,5 +217,5 @@ class SharedMetrics(Metrics):
         return [value]
 
     def gather_states(self, metrics: Iterable[Any]) -> dict[str, dict[int, States]]:
-        """Return the states of all metrics, by path and replica."""
+        """Return the states of all metrics, keyed by path and replica."""
         return self.states.all()

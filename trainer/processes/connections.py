@@ -47,7 +47,7 @@ def shut_down(*, keep_port: int | None = None) -> None:
 
 
 def _connected() -> dict[int, Ends]:
-    """Return both addresses of each of this process's TCP connections, by file descriptor."""
+    """Return both addresses of each of this process's TCP connections, keyed by file descriptor."""
     connections: dict[int, Ends] = {}
     try:
         numbers = [int(name) for name in os.listdir("/proc/self/fd")]

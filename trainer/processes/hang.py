@@ -73,13 +73,13 @@ class Board:
         self._ask("set", f"{topic}/{self.rank}", json.dumps(note))
 
     def read(self, topic: str) -> dict[int, Any]:
-        """Return the notes on a topic, by rank."""
+        """Return the notes on a topic, keyed by rank."""
         keys = {rank: f"{topic}/{rank}" for rank in range(self.size)}
         notes = {rank: json.loads(self._ask("get", key)) for rank, key in keys.items() if self.has(key)}
         return {rank: note for rank, note in notes.items() if note is not None}
 
     def read_all(self, *topics: str) -> dict[int, Any]:
-        """Wait up to ANSWER_SECONDS until every rank has a note on one of the topics. Return the notes by rank."""
+        """Wait up to ANSWER_SECONDS for every rank to have a note on one of the topics. Return the notes by rank."""
         notes: dict[int, Any] = {}
 
         def is_complete() -> bool:

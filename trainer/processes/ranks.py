@@ -124,7 +124,7 @@ SINGLE = Ranks()
 
 # --- groups ----------------------------------------------------------------------------------------------------------
 _groups: dict[Any, Any] = {}
-"""Process groups of Legato's collectives, by default group."""
+"""Process groups for Legato's collectives, keyed by default group."""
 
 
 def legatos_group(limit: timedelta | None = None) -> Any:

@@ -132,7 +132,7 @@ _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib"
 
 
 def _module_files() -> dict[str, str]:
-    """Return the files, by module name, of all modules that are not installed, except the script itself."""
+    """Return the files of all modules that are not installed, except the script itself, keyed by module name."""
     # a list, because reading an attribute may import more modules; an alias is checked under the real name
     named = {name: module for name, module in list(sys.modules.items()) if getattr(module, "__name__", None) == name}
     files = {name: getattr(module, "__file__", None) or "" for name, module in named.items() if name not in _MAIN}

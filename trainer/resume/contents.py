@@ -130,13 +130,13 @@ def hyperparameters_of(owner: "Hyperparameters", prefix: str = "") -> dict[str, 
 
 
 class CallbackStates:
-    """Saves and loads the states of callbacks, by `state_key`."""
+    """Saves and loads the states of callbacks, keyed by `state_key`."""
 
     def __init__(self, callbacks: "Sequence[Callback]") -> None:
         self.callbacks = callbacks
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the callbacks' states by key. Raises ConfigError if two callbacks have the same key."""
+        """Return the callbacks' states, keyed by `state_key`. Raises ConfigError if two callbacks have the same key."""
         states = {}
         for callback in self.callbacks:
             state = callback.state_dict()

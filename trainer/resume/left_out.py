@@ -36,7 +36,7 @@ def tell_left_out(owners: Mapping[str, "Hyperparameters | None"], contents: Mapp
     """Warn, once per task or data module, about hyperparameters that the checkpoint does not contain.
 
     Args:
-        owners: the task and the data module, by the prefix of their keys in the contents.
+        owners: the task and the data module, keyed by the prefix of their keys in the contents.
     """
     for prefix, owner in owners.items():
         names = contents.get(prefix + LEFT_OUT)

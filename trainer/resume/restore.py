@@ -114,7 +114,7 @@ class Replay(NamedTuple):
 
 
 def replay_schedules(trainer: "Trainer", saved: Mapping[str, Any], before: Mapping[str, Any]) -> dict[int, Replay]:
-    """Advance the schedulers with changed settings to the saved step. Return the replays by scheduler index.
+    """Advance the schedulers with changed settings to the saved step. Return the replays, keyed by scheduler index.
 
     The learning rate then follows the current schedule. Schedulers are not replayed if they include ReduceLROnPlateau,
     if the task steps them, or if an optimizer has several of them, because each multiplies the others' results.
@@ -155,7 +155,7 @@ def _other_class(name: str, was: str, now: str) -> CheckpointError:
 
 
 def changed_schedule(trainer: "Trainer", before: Mapping[str, Any], index: int) -> dict[str, tuple[Any, Any]]:
-    """Return the saved and current values of each scheduler setting that differs from the checkpoint, by name."""
+    """Return the saved and current values of each scheduler setting that differs from the checkpoint, keyed by name."""
     now = fingerprint.section_of(trainer.current_run.fingerprint, f"schedulers.{index}")
     was = fingerprint.section_of(before, f"schedulers.{index}")
     return {name: (was[name], now[name]) for name in now.keys() & was.keys() if was[name] != now[name]}

@@ -287,7 +287,7 @@ class Saver:
         return self.format.read(self._for_format(path), ranks, names, in_parts)
 
     def own_in(self, folder: Location) -> dict[str, int]:
-        """Return the steps of this run's checkpoints in a folder, by checkpoint name."""
+        """Return the steps of this run's checkpoints in a folder, keyed by checkpoint name."""
         paths = [path for path in find.checkpoints_in(folder) if find.is_checkpoint_of(self.run_id, path)]
         return {path.name: find.checkpoint_step(path) for path in paths}
 

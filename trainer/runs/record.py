@@ -189,7 +189,7 @@ def installed_packages() -> dict[str, str]:
 
 # --- code -------------------------------------------------------------------------------------------------------------
 def loaded_sources(folder: Path) -> dict[str, str]:
-    """Return the SHA-256 of each loaded module's source file, by path relative to `folder`, excluding libraries."""
+    """Return the SHA-256 of each loaded module's source file, excluding libraries, by path relative to `folder`."""
     legato, libraries = str(Path(__file__).parents[2]), (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
     # a list, because another thread may import a module in the meantime
     files = {getattr(module, "__file__", None) for module in list(sys.modules.values())}

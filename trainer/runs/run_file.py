@@ -113,7 +113,7 @@ def config_of(text: str | None, explicit: str | None) -> dict[str, Any]:
 
 
 def flat_config(text: str) -> dict[str, Any]:
-    """Return the values of a YAML config by dotted key. A list is a single value."""
+    """Return the values of a YAML config, keyed by dotted key. A list is a single value."""
     import yaml  # not at the top: readers of runs do not need it
 
     flat: dict[str, Any] = {}

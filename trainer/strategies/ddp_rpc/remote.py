@@ -81,7 +81,7 @@ class ServedModule:
 
 
 SERVED: dict[str, ServedModule] = {}
-"""The modules of a server process, by name."""
+"""The modules of a server process, keyed by name."""
 GRADIENTS: dict[int, dict[Tensor, Tensor]] = {}
 """Gradients of the current step, keyed by the rank of the trainer that computed them."""
 LOCK = threading.Lock()

@@ -79,7 +79,7 @@ class PipelineMeshStrategy(MeshStrategy):
         self.schedules: Schedules | None = None
         """Runs this process's stage; None without a pipeline."""
         self.stage_ranks = SINGLE
-        """The processes of this pipeline, by stage."""
+        """The processes of this pipeline, in the order of their stages."""
 
     # --- processes --------------------------------------------------------------------------------------------------
     def join(self, place: Place, devices: Sequence[torch.device], precision: str | int) -> None:
