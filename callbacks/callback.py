@@ -119,7 +119,7 @@ class Callback:
         """Called when an epoch starts, or when a resumed run continues it."""
 
     def on_train_epoch_end(self, trainer: "Trainer", task: "Task") -> None:
-        """Called after an epoch; its metrics are in `trainer.callback_metrics`."""
+        """Called after an epoch. Its metrics are in `trainer.callback_metrics`."""
 
     def on_train_batch_start(self, trainer: "Trainer", task: "Task", batch: Any, batch_idx: int) -> None:
         """Called for each batch of a local replica, once it is on the device. Return -1 to skip the rest of the epoch.
@@ -161,13 +161,13 @@ class Callback:
         """Called when an evaluation starts."""
 
     def on_validation_end(self, trainer: "Trainer", task: "Task") -> None:
-        """Called after an evaluation; its metrics are in `trainer.callback_metrics`."""
+        """Called after an evaluation. Its metrics are in `trainer.callback_metrics`."""
 
     def on_validation_epoch_start(self, trainer: "Trainer", task: "Task") -> None:
         """Called before the first evaluation batch."""
 
     def on_validation_epoch_end(self, trainer: "Trainer", task: "Task") -> None:
-        """Called after the last evaluation batch; the task may still log values."""
+        """Called after the last evaluation batch. The task may still log values."""
 
     def on_validation_batch_start(
         self, trainer: "Trainer", task: "Task", batch: Any, batch_idx: int, dataloader_idx: int = 0

@@ -52,7 +52,7 @@ class ProgressBar(ProgressDisplay):
         self.refresh_rate, self.leave = refresh_rate, leave
         self._enabled = self._in_place = False
         self._bar: Any = None
-        """tqdm's bar for the epoch or evaluation; None if no bar is shown."""
+        """tqdm's bar for the epoch or evaluation, or None if no bar is shown."""
         self._columns: list[str] = []
         self._monitor: Monitor | None = None
         self._best: tuple[float, int] | None = None

@@ -162,7 +162,7 @@ class WeightAveraging(Callback):
         return {"updates": self.updates, "averages": averages, "step": self._step} if averages else {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the averages; they are sharded when training or evaluation begins."""
+        """Restore the averages. They are sharded when training or evaluation begins."""
         self.updates, self._unsharded, self.averages = state_dict["updates"], dict(state_dict["averages"]), {}
         # the step is missing if on_load_checkpoint replaces a state that the checkpoint lacks
         self._step = state_dict.get("step", -1)

@@ -64,7 +64,7 @@ OVERLAY = {
 }
 """Trainer arguments for a trial. `max_steps` is left unchanged, since learning rate schedules depend on it."""
 WARM_STEPS = 6
-"""Minimum number of steps for a representative step time; with fewer steps, even the second half may be slow."""
+"""Minimum number of steps for a representative step time. With fewer steps, even the second half may be slow."""
 
 
 @dataclass

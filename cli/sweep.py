@@ -35,7 +35,7 @@ Values = dict[str, str]
 MOST_VALUES = 100_000
 """Maximum number of values per key, and of combinations."""
 MOST_CHECKED = 200
-"""Maximum number of values checked before the first trial; a check takes 10 ms."""
+"""Maximum number of values checked before the first trial. A check takes 10 ms."""
 AHEAD = 4
 """Number of trials that Optuna chooses in advance, which limits the number of parallel trials."""
 ENDED_FROM_OUTSIDE = (RESUME_ME, INTERRUPTED, -signal.SIGTERM, -signal.SIGINT)
@@ -170,7 +170,7 @@ class Trial:
     step: int | None = None
     process: "subprocess.Popen[bytes] | None" = None
     devices: str = ""
-    """Environment variable NAME=VALUE that assigns devices to the process; "" assigns none."""
+    """Environment variable NAME=VALUE that assigns devices to the process, or "" to assign none."""
 
     def read(self, metric: str, mode: str) -> str:
         """Read the result from the run directory, and return the state of the run, or "" if it has not started."""

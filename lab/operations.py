@@ -28,7 +28,7 @@ NOT_THE_USERS = (str(Path(torch.__file__).parent), str(PACKAGE / "lab"), str(PAC
 KEEPS_GRADIENT = 2**64 - 1
 """Sequence number of every autograd node that accumulates a gradient into a parameter."""
 COMPARED = ("phase", "operation", "inputs", "input_hash", "outputs", "output_hash")
-"""Fields to compare; source lines and module names may differ."""
+"""Fields to compare. Source lines and module names may differ."""
 SHOWN = 6
 
 

@@ -73,7 +73,7 @@ class Replayed:
 
     history: RunHistory
     source: CheckpointRecord | None
-    """The checkpoint that the replay started from; None if it started from the beginning of the run."""
+    """The checkpoint that the replay started from, or None if it started from the beginning of the run."""
     last: int
     """The last step to compare."""
     directory: Path

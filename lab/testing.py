@@ -49,7 +49,7 @@ def check_strategy(make: Callable[[], "Strategy | str"], processes: Sequence[int
         make: Function that returns the strategy or the strategy's name. Called in each process.
         processes: Process counts to train with.
 
-    Raises AssertionError if a rule is broken; the message states the rule and the number of processes.
+    Raises AssertionError if a rule is broken. The message states the rule and the number of processes.
     """
     for count in processes:
         with tempfile.TemporaryDirectory() as folder:

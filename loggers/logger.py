@@ -29,7 +29,7 @@ class NoExperiment:
 
 
 class Logger:
-    """Base class for loggers. Override the methods that you need; by default, they write nothing.
+    """Base class for loggers. Override the methods that you need. By default, they write nothing.
 
     On rank 0, the trainer calls `open`, then `log_*` and `save`, and finally `finalize`. On other ranks it calls only
     `follow`. A logger that is not open must ignore calls, so that a task can use `self.logger` in every process.

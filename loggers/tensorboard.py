@@ -45,7 +45,7 @@ class TensorBoardLogger(Logger):
             other groups.
         writer_options: Options for SummaryWriter, such as `flush_secs`.
 
-    Raises ConfigError for arguments of Lightning's TensorBoardLogger; the message suggests an alternative.
+    Raises ConfigError for arguments of Lightning's TensorBoardLogger. The message suggests an alternative.
     """
 
     def __init__(self, *, own_metrics_last: bool = True, **writer_options: Any) -> None:

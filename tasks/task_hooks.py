@@ -38,7 +38,7 @@ class TaskHooks:
         """Called when an epoch starts, or when a resumed run continues it."""
 
     def on_train_epoch_end(self) -> None:
-        """Called after an epoch; you may still log values."""
+        """Called after an epoch. You may still log values."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
         """Called for each batch, once it is on the device. Return -1 to skip the rest of the epoch."""
@@ -65,7 +65,7 @@ class TaskHooks:
         """Called when an evaluation begins. Each `on_validation_*` hook has test and predict variants."""
 
     def on_validation_end(self) -> None:
-        """Called after an evaluation; its metrics are in `trainer.callback_metrics`."""
+        """Called after an evaluation. Its metrics are in `trainer.callback_metrics`."""
 
     def on_validation_model_eval(self) -> None:
         """Switch to evaluation mode."""
@@ -79,7 +79,7 @@ class TaskHooks:
         """Called before the first evaluation batch."""
 
     def on_validation_epoch_end(self) -> None:
-        """Called after the last evaluation batch; you may still log values."""
+        """Called after the last evaluation batch. You may still log values."""
 
     def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Called before each evaluation batch, once it is on the device."""

@@ -58,7 +58,7 @@ def name_of(device: torch.device) -> str:
 
 
 def memory_of(device: torch.device) -> int | None:
-    """Return a device's memory in bytes; None for the host, or if torch does not report it."""
+    """Return a device's memory in bytes, or None for the host or if torch does not report it."""
     if (ask := _question(device, "recommended_max_memory")) is not None:  # torch.mps, which shares the host's memory
         return int(ask())
     ask = _question(device, "get_device_properties")
@@ -66,7 +66,7 @@ def memory_of(device: torch.device) -> int | None:
 
 
 def peak_memory(device: torch.device) -> int | None:
-    """Return the peak memory of the tensors on a device, in bytes; None for the host, or if torch does not track it."""
+    """Return the peak memory of a device's tensors in bytes, or None for the host or if torch does not track it."""
     ask = _question(device, "max_memory_allocated")
     return None if ask is None else int(ask(device))
 
@@ -82,7 +82,7 @@ def pins_memory() -> bool:
 
 
 def _question(device: torch.device, name: str) -> Any:
-    """Return a function from the device's module, such as torch.cuda.get_device_name; None if the module lacks it."""
+    """Return a function in the device's module, such as torch.cuda.get_device_name, or None if there is none."""
     return getattr(getattr(torch, device.type, None), name, None)
 
 
@@ -125,7 +125,7 @@ def backend_for(device: torch.device, chosen: str | None = None, shared: bool = 
 
 
 def has_bfloat16(kind: str) -> bool:
-    """Return whether devices of this kind support bfloat16 natively; torch's emulation on older devices is slow."""
+    """Return whether devices of this kind support bfloat16 natively. torch's emulation on older devices is slow."""
     ask = getattr(torch.get_device_module(kind), "is_bf16_supported", None)
     if ask is None:
         return True
@@ -142,7 +142,7 @@ def widest_float(device: torch.device) -> torch.dtype:
 
 
 def autocasts(kind: str, dtype: torch.dtype) -> bool:
-    """Return whether a kind of device can autocast to this dtype; if not, torch warns and disables autocast."""
+    """Return whether a kind of device can autocast to this dtype. If not, torch warns and disables autocast."""
     if not torch.amp.is_autocast_available(kind):
         return False
     with warnings.catch_warnings():
@@ -182,7 +182,7 @@ def device_module() -> Any:
 
 
 def _module_in_use() -> Any:
-    """Return the module of this process's accelerator; None if nothing has used the device yet.
+    """Return the module of this process's accelerator, or None if nothing has used the device yet.
 
     Reading a device's generators would initialize it, which fails in loader workers after a fork.
     """
@@ -235,7 +235,7 @@ def visible_devices(wanted: str) -> tuple[str, str]:
 
 
 def assigned_device(device: torch.device) -> str:
-    """Return the name of the only device that a launcher makes visible to this process; "" if there are several.
+    """Return the name of the only device that a launcher makes visible to this process, or "" if there are several.
 
     With SLURM's --gpus-per-task=1, each rank's device is cuda:0.
     """
@@ -248,7 +248,7 @@ def assigned_device(device: torch.device) -> str:
 
 @contextmanager
 def deterministic_cublas(device_type: str) -> Iterator[None]:
-    """Set CUBLAS_WORKSPACE_CONFIG before CUDA starts, so that cuBLAS sums in a fixed order; unset it on exit.
+    """Set CUBLAS_WORKSPACE_CONFIG before CUDA starts, so that cuBLAS sums in a fixed order. Unset it on exit.
 
     Raises ConfigError on CUDA if the variable already has a value that does not fix the order.
     https://docs.nvidia.com/cuda/cublas/#results-reproducibility

@@ -33,7 +33,7 @@ class Closure:
         self.versions = self._find_versions()
 
     def __call__(self) -> Tensor | None:
-        """Return the mean loss over the samples of this process's batches; None if training_step returned None.
+        """Return the mean loss over the samples of this process's batches, or None if training_step returned None.
 
         Raises TaskError if the step cannot be rerun.
         """

@@ -39,7 +39,7 @@ def kept(run: "Run", output: Any) -> Any:
 
 
 def results(run: "Run", request: "Request") -> list[Any]:
-    """Return the predictions, or each loader's metrics; print the metrics if `verbose`."""
+    """Return the predictions, or each loader's metrics. Print the metrics if `verbose` is true."""
     if request.stage != "predict":
         return _report(run, request.verbose)
     return _predictions(run) if request.keep_outputs else []
@@ -57,7 +57,7 @@ def _predictions(run: "Run") -> list[Any]:
 
 
 def _report(run: "Run", verbose: bool) -> list[dict[str, float]]:
-    """Return an evaluation's metrics, one dict per loader; if `verbose`, print them on rank 0."""
+    """Return an evaluation's metrics, one dict per loader. If `verbose` is true, print them on rank 0."""
     metrics = run.trainer.callback_metrics
     if verbose and metrics:
         width = max(map(len, metrics))

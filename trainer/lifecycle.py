@@ -101,7 +101,7 @@ def named(run: Call, error: BaseException) -> BaseException:
 
 
 def describe_exit(run: Call, error: SystemExit) -> BaseException:
-    """Return a WorkerError for an exit with code 0, which would look like success; log and return any other exit."""
+    """Return a WorkerError for an exit with code 0, which would look like success. Log and return any other exit."""
     place, exits = run.strategy.place, traceback.extract_tb(error.__traceback__)
     frame = [frame for frame in exits if "_sitebuiltins" not in frame.filename][-1]  # exit() itself is defined there
     where = f"{frame.name} ({frame.filename}:{frame.lineno})"

@@ -41,7 +41,7 @@ class Preemption:
     def __init__(self, trainer: "Trainer", stage: str, agreement: Agreement) -> None:
         self.trainer, self.stage, self.agreement = trainer, stage, agreement
         self.signal = 0
-        """The termination signal that this process received; 0 if there was none."""
+        """The termination signal that this process received, or 0 if there was none."""
         self.started = False
         """Whether training has started, so there may be something to save."""
         self.leaving = False

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from .run import Call
 
 MEAN, BUFFER = "the mean gradient of ", "the buffer "
-"""Prefixes of the names of tensors that depend on other ranks; with sharding, each rank has a part of the gradient."""
+"""Prefixes of the names of tensors that depend on other ranks. With sharding, each rank has a part of the gradient."""
 BITS = 2**64 - 1
 
 

@@ -78,7 +78,7 @@ class RunData:
     """A run's loaders and values derived from them. `reload_dataloaders_every_n_epochs` replaces both."""
 
     keys_forward: bool
-    """Whether to key the generators before each batch's forward pass; if False, loading the batch has done so."""
+    """Whether to key the generators before each batch's forward pass. If False, loading the batch has done so."""
     training: TrainingData | None = None
     evaluations: dict[str, EvaluationData] = field(default_factory=dict)
     """Data of "validation", "test" and "predict"."""
@@ -120,7 +120,7 @@ class Call:
     drift: DriftGuard
     membership: Membership = field(default_factory=Membership)
     source: Path | str | None = None
-    """`Location` of the checkpoint to resume from or load weights from; None until the processes have connected."""
+    """`Location` of the checkpoint to resume from or load weights from, or None until the processes have connected."""
     resumes_same_run: bool = False
     """True if this run resumes itself rather than starting from another run's checkpoint."""
     evaluated_point: tuple[int, int] | None = None
@@ -206,7 +206,7 @@ class Run(Call):
     optimization: Optimization
     schedule: Schedule
     transfer: Callable[[Any, int], Any] | None
-    """Moves a batch to its device; None if no move is needed."""
+    """Function that moves a batch to its device, or None if no move is needed."""
     keys_hooks: bool
     """Whether to key the generators before hooks after a step. With one replica there is no need: each step leaves the
     generators in a state that is a function of the step."""
@@ -394,7 +394,7 @@ class Run(Call):
             self.show_step()
 
     def require_loss(self) -> None:
-        """Raise TaskError if no batch of the first epoch had a loss; in later epochs, warn.
+        """Raise TaskError if no batch of the first epoch had a loss. In later epochs, warn.
 
         All ranks must call this.
         """
@@ -434,7 +434,7 @@ class Run(Call):
             self.trainer.publish(self.metrics.newest_values(), write=False)
 
     def call_epoch_end(self, stage: str) -> None:
-        """Publish the epoch's values and call the hooks that end the epoch; in training, skip late callbacks."""
+        """Publish the epoch's values and call the hooks that end the epoch. In training, skip late callbacks."""
         self.metrics.suffix, self.metrics.in_step = "", False
         self.metrics.leave_batches(1)  # weight such a hook's values as one batch, for any number of processes
         name = f"on_{stage}_epoch_end"

@@ -32,7 +32,7 @@ class State:
     epoch_ended: bool = False
     """True after `epoch` ends and before it is counted, so that a checkpoint in between ends it only once."""
     logged_at: int = -1
-    """The step of the latest logging point; -1 if there is none yet."""
+    """The step of the latest logging point, or -1 if there is none yet."""
     skipped_steps: int = 0
     """Number of steps whose update was skipped because their gradient was not finite."""
     skipped_in_a_row: int = 0
@@ -40,13 +40,13 @@ class State:
     optimizer_steps: int = 0
     """Number of calls to an optimizer's `step` under manual optimization."""
     validated_at: int = -1
-    """The step after which the latest complete validation ran; -1 if there is none yet."""
+    """The step after which the latest complete validation ran, or -1 if there is none yet."""
     scheduled_epochs: int = 0
     """Number of epochs for which the epoch-interval schedulers that need no metric have stepped."""
     plateau_step: int = 0
     """The latest step after which a step-interval ReduceLROnPlateau stepped."""
     weight_scale: float = 0.0
-    """The power of two that scales the batch weights returned by training_step; 0 if none has been returned yet."""
+    """The power of two that scales the batch weights returned by training_step, or 0 if none has been returned yet."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as JSON values."""

@@ -45,7 +45,7 @@ def of_precision(name: str) -> Switch:
 
 
 def of_library(ask: Callable[..., Any]) -> Switch:
-    """Return the switch for the library that torch prefers; its value is the library's name."""
+    """Return the switch for the library that torch prefers. Its value is the library's name."""
     return Switch(lambda: str(ask()).rpartition(".")[2].lower(), ask)
 
 
@@ -57,7 +57,7 @@ def of_split_k(kind: str) -> Switch:
 
 
 def of_dtype(read: Callable[[], torch.dtype], write: Callable[[torch.dtype], object]) -> Switch:
-    """Return the switch for a dtype; its JSON value is the dtype's name."""
+    """Return the switch for a dtype. Its JSON value is the dtype's name."""
     return Switch(lambda: str(read()), lambda name: write(getattr(torch, name.removeprefix("torch."))))
 
 
@@ -189,7 +189,7 @@ def settings(deterministic: bool | str, detect_anomaly: bool, threads: int | Non
 
 
 def _value(switch: Switch) -> Any:
-    """Return the value of a switch; None if this version of torch has no such switch or cannot read it.
+    """Return the value of a switch, or None if this version of torch has no such switch or cannot read it.
 
     torch cannot read a setting if its older and newer switches have different values.
     """

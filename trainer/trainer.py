@@ -101,7 +101,7 @@ class Trainer(TrainerView):  # noqa: D101 - arguments and docstring come from Tr
         verbose: bool = True,
         datamodule: DataModule | None = None,
     ) -> list[dict[str, float]]:
-        """Evaluate on the validation data; return the metrics of each loader, and print them if `verbose`."""
+        """Evaluate on the validation data. Return each loader's metrics, and print them if `verbose` is true."""
         return self.evaluate_alone("validate", model, dataloaders, datamodule, source=ckpt_path, verbose=verbose)
 
     def test(
@@ -112,7 +112,7 @@ class Trainer(TrainerView):  # noqa: D101 - arguments and docstring come from Tr
         verbose: bool = True,
         datamodule: DataModule | None = None,
     ) -> list[dict[str, float]]:
-        """Evaluate on the test data; return the metrics of each loader, and print them if `verbose`."""
+        """Evaluate on the test data. Return each loader's metrics, and print them if `verbose` is true."""
         return self.evaluate_alone("test", model, dataloaders, datamodule, source=ckpt_path, verbose=verbose)
 
     def predict(
@@ -158,7 +158,7 @@ class Trainer(TrainerView):  # noqa: D101 - arguments and docstring come from Tr
         run.end_step(step, output, batch)  # on every process, even one without a batch
 
     def train_batch(self, step: StepInput, item: ReplicaBatch, batch: Any) -> Any:
-        """Run a batch's forward and backward passes; return training_step's output. A Closure calls this again."""
+        """Run a batch's forward and backward passes, and return training_step's output. A Closure calls this again."""
         run = self.current_run
         hooks, strategy, optimization, is_last = run.hooks, run.strategy, run.optimization, item is step.batches[-1]
         output = strategy.training_step((batch, item.batch_idx)[: run.arity], item.replica, is_last)
@@ -312,7 +312,7 @@ class Trainer(TrainerView):  # noqa: D101 - arguments and docstring come from Tr
         self.saver.save(to_location(path), weights_only, asynchronous)
 
     def remove_checkpoint(self, path: str | Path) -> None:
-        """Delete a checkpoint that this run wrote. Any rank may call it; rank 0 deletes the files."""
+        """Delete a checkpoint that this run wrote. Any rank may call this, but rank 0 deletes the files."""
         self.saver.remove(to_location(path))
 
 

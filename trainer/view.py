@@ -42,7 +42,7 @@ class TrainerView(TrainerArguments):
     assigned_dir: Path | None
     """The run directory to use, if a subclass or the parent process has chosen one."""
     config_text: str | None
-    """The config as YAML with every default; None for a Trainer created by a script."""
+    """The config as YAML with every default, or None for a Trainer created by a script."""
     explicit_config: str | None
     """The config as YAML without defaults, with the origin of each value."""
     command: dict[str, Any]
@@ -78,7 +78,7 @@ class TrainerView(TrainerArguments):
 
     @property
     def stage(self) -> str | None:
-        """The method in progress: "fit", "validate", "test" or "predict"; None if no method is in progress."""
+        """The method in progress: "fit", "validate", "test" or "predict", or None if no method is in progress."""
         return self.run.stage if self.run is not None and self.run.loop.open else None
 
     @property
@@ -229,7 +229,7 @@ class TrainerView(TrainerArguments):
 
     @property
     def num_training_batches(self) -> int | float:
-        """Number of batches per replica in an epoch; infinity if the loader has no length."""
+        """Number of batches per replica in an epoch, or infinity if the loader has no length."""
         data = None if self.lengths and self.run is None else self.current_run.data.training
         rounds = self.lengths.get("train") if data is None else data.rounds
         return float("inf") if rounds is None else rounds
@@ -261,13 +261,13 @@ class TrainerView(TrainerArguments):
 
     @property
     def steps_per_epoch(self) -> int | float:
-        """Number of optimizer steps in an epoch; infinity if the loader has no length."""
+        """Number of optimizer steps in an epoch, or infinity if the loader has no length."""
         batches = self.num_training_batches
         return batches if batches == float("inf") else -(-int(batches) // self.accumulate_grad_batches)
 
     @property
     def estimated_stepping_batches(self) -> int | float:
-        """Number of optimizer steps in the complete run; infinity if the run has no limit."""
+        """Number of optimizer steps in the complete run, or infinity if the run has no limit."""
         epochs = float("inf") if self.max_epochs in (None, -1) else float(self.max_epochs or 0)
         steps = epochs * self.steps_per_epoch if epochs else 0  # 0 * infinity is NaN
         limit = float("inf") if self.max_steps == -1 else self.max_steps
@@ -276,7 +276,7 @@ class TrainerView(TrainerArguments):
 
     @property
     def first_validation_step(self) -> int | None:
-        """Step of the first validation if the run starts now; None if it never validates or the step is unknown."""
+        """Step of the first validation if the run starts now, or None if it never validates or the step is unknown."""
         if not sum(self.num_val_batches):
             return None
         every = self.check_val_every_n_epoch

@@ -14,7 +14,7 @@ PROJECT = Path(__file__).resolve().parent / "project"
 """Template files of a project. The package's name replaces `__NAME__` in file names and contents."""
 PLACEHOLDER, SUFFIX = "__NAME__", ".template"
 HIDDEN = {Path("gitignore"): Path(".gitignore")}
-"""Files whose names get a leading dot in a project; package builds omit files that start with a dot."""
+"""Files whose names get a leading dot in a project. Package builds omit files that start with a dot."""
 TAKEN = {"legato", "torch", "numpy", "tests", "configs"}
 """Names that a project cannot have, since it imports or contains modules with these names."""
 CONFIG_OF_PROJECT = "configs/train.yaml"

@@ -21,7 +21,7 @@ DELETABLE = {
     "failed": "failed runs",
     "checkpoints": "checkpoints of other runs, except the best and the newest of each run",
 }
-"""Kinds of folders to delete; the command asks once per kind."""
+"""Kinds of folders to delete. The command asks once per kind."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def delete_locked(deletion: Deletion) -> bool:
 
 
 def remove_empty(run: Path) -> bool:
-    """Delete a run's folder if it is empty; otherwise, print the files left in it. Return whether it was deleted."""
+    """Delete a run's folder if it is empty. Otherwise, print the files left in it. Return whether it was deleted."""
     try:
         run.rmdir()  # fails if a file is left, or if a new run has started
     except OSError:

@@ -22,7 +22,7 @@ _END = object()
 
 
 class CombinedLoader(Iterable[tuple[Any, int, int]]):
-    """Several loaders in a dict, list, tuple or any nesting of these; each batch has the same structure.
+    """Several loaders in a dict, list, tuple or any nesting of these. Each batch has the same structure.
 
     In `fit`, each loader has its own sample order, resume position and random numbers. The number of samples in a
     combined batch is the sum over all loaders.
@@ -93,7 +93,7 @@ class CombinedLoader(Iterable[tuple[Any, int, int]]):
         return sum(require_samples(piece) for piece in self.pieces(batch) if piece is not None)
 
     def pieces(self, batch: Any) -> list[Any]:
-        """Return each loader's piece of a combined batch; in "sequential" mode, the batch is the only piece."""
+        """Return each loader's piece of a combined batch. In "sequential" mode, the batch is the only piece."""
         return [batch] if self.mode == "sequential" else [reduce(getitem, keys, batch) for keys in self._keys]
 
     def _rows(self) -> Iterator[list[Any]]:
@@ -120,7 +120,7 @@ class CombinedLoader(Iterable[tuple[Any, int, int]]):
 
 
 def combined(loaders: Any) -> Any:
-    """Wrap a dict, list or tuple of loaders in a CombinedLoader, as `fit` does; return anything else unchanged.
+    """Wrap a dict, list or tuple of loaders in a CombinedLoader, as `fit` does. Return anything else unchanged.
 
     A list that contains no loader is treated as a list of batches. Any iterable is treated as a loader unless it can be
     indexed or moved to a device, as batches can.
@@ -158,7 +158,7 @@ def loaders_in(loader: Any) -> list[Any]:
 
 
 def most_batches(loader: Any) -> int | None:
-    """Return the maximum number of batches that a loader may yield in an epoch; None if it has no length.
+    """Return the maximum number of batches that a loader may yield in an epoch, or None if it has no length.
 
     With an iterable dataset, each worker of a DataLoader may end with a short batch, which the DataLoader's length does
     not include.
@@ -243,7 +243,7 @@ class CombinedPart(MapLoader):
         self.order_of_pass = lru_cache(maxsize=4)(self._order_of_pass)
 
     def order_of_batches(self, epoch: int) -> EpochOrder:
-        """Return the order of a combined epoch; each position is one batch of this loader."""
+        """Return the order of a combined epoch. Each position is one batch of this loader."""
 
         def place(position: int) -> tuple[int, range]:
             """Return a batch's pass, numbered like this loader's epochs, and the batch's positions in that pass."""
@@ -281,7 +281,7 @@ class CombinedPart(MapLoader):
 
 
 class CombinedSource:
-    """A CombinedLoader with the interface of MapLoader; each position is one combined batch."""
+    """A CombinedLoader with the interface of MapLoader. Each position is one combined batch."""
 
     batch_size, own_batches = 1, True
 
@@ -317,7 +317,7 @@ class CombinedSource:
         return self.length
 
     def order(self, epoch: int) -> EpochOrder:
-        """Return the order of an epoch; each position is one combined batch."""
+        """Return the order of an epoch. Each position is one combined batch."""
         parts = {part.name: part.order_of_batches(epoch) for part in self.parts}
 
         def size_of(position: int) -> int:
@@ -335,8 +335,8 @@ class CombinedSource:
 def is_dealable_by_batch(loader: Any) -> bool:
     """Return whether `loader` is a CombinedLoader of plain DataLoaders that all have a length.
 
-    False for the modes "max_size" and "sequential", where a position does not determine each loader's batch; such a
-    CombinedLoader is read as a stream.
+    Return False for the modes "max_size" and "sequential", where a position does not determine each loader's batch.
+    Such a CombinedLoader is read as a stream.
     """
     return (
         isinstance(loader, CombinedLoader)

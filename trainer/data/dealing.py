@@ -37,7 +37,7 @@ COMPARED = 1024
 
 
 class DealtData:
-    """Map-style data distributed by position; a process reads only its own samples."""
+    """Map-style data distributed by position. A process reads only its own samples."""
 
     forward_is_keyed = False
     """False: a worker may have loaded the batch, or loaded it early, so the forward pass must be seeded."""
@@ -68,7 +68,7 @@ class DealtData:
 
     @property
     def rounds(self) -> int | None:
-        """Number of batches per replica in an epoch; None if unknown until the order is drawn."""
+        """Number of batches per replica in an epoch, or None if unknown until the order is drawn."""
         positions = self.source.positions(0)
         return None if positions is None else self._deal(positions).rounds
 
@@ -310,7 +310,7 @@ class EvaluationData:
         return all(count is None or count % replicas == 0 for count, replicas in self._dealt())
 
     def rounds(self) -> list[int | float]:
-        """Return, for each loader, the largest number of batches per replica; infinity if unknown."""
+        """Return, for each loader, the largest number of batches per replica, or infinity if unknown."""
         return [inf if count is None else -(-count // replicas) for count, replicas in self._dealt()]
 
     def _dealt(self) -> Iterator[tuple[int | None, int]]:

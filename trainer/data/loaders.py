@@ -145,11 +145,11 @@ class MapLoader:
         return None if kept else is_plain_shuffle(self.sampler, length_of(self.loader.dataset))
 
     def map_loaders(self) -> dict[str, "MapLoader"]:
-        """Return the loaders by name; the name of a single loader is ""."""
+        """Return the loaders by name. The name of a single loader is ""."""
         return {"": self}
 
     def order(self, epoch: int) -> EpochOrder:
-        """Return the order of an epoch; a custom sampler draws it from generators keyed by the epoch."""
+        """Return the order of an epoch. A custom sampler draws it from generators keyed by the epoch."""
         epoch = 0 if self.in_order else epoch
         set_epoch(self.loader, epoch)
         sampler, shuffled = self.sampler, self.shuffled
@@ -171,14 +171,14 @@ class MapLoader:
         return EpochOrder(len(order), order)
 
     def positions(self, epoch: int) -> int | None:
-        """Return the number of positions in an epoch; None if unknown until the order is drawn."""
+        """Return the number of positions in an epoch, or None if unknown until the order is drawn."""
         try:
             return len(self.sampler if self.shuffled is None else self.loader.dataset)  # type: ignore[arg-type]
         except TypeError:
             return None
 
     def count_batches(self) -> int | None:
-        """Return the number of batches in an epoch over all replicas; None if unknown until the order is drawn."""
+        """Return the number of batches in an epoch over all replicas, or None if unknown until the order is drawn."""
         positions = self.positions(0)
         if positions is None:
             return None

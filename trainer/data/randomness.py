@@ -95,7 +95,7 @@ def seed_generators(key: int) -> None:
 
 
 def hook_key(seed: int, hook: str, *place: int) -> int:
-    """Return the key for a hook that all ranks call; the key is the same on all ranks."""
+    """Return the key for a hook that all ranks call. The key is the same on all ranks."""
     return mix(seed, crc32(hook.encode()), *place)
 
 

@@ -99,7 +99,7 @@ def _table(length: int, key: int) -> Integers:
 
 
 def _encrypt(values: UInt64Array, network: _Network) -> UInt64Array:
-    """Apply the Feistel network once to each value; the values are in [0, rows x columns)."""
+    """Apply the Feistel network once to each value. The values are in [0, rows x columns)."""
     # target < modulus and the hash's remainder < modulus, so one subtraction suffices for the sum
     row, column = np.divmod(values, network.columns)
     for index, key in enumerate(network.keys):
@@ -112,7 +112,7 @@ def _encrypt(values: UInt64Array, network: _Network) -> UInt64Array:
 
 
 def _scramble(words: UInt64Array, key: np.uint64) -> UInt64Array:
-    """Hash words below 2^32 with a key; multiplications wrap around at 2^64."""
+    """Hash words below 2^32 with a key. Multiplications wrap around at 2^64."""
     mixed = words ^ key
     mixed *= np.uint64(FIRST)
     mixed ^= mixed >> np.uint64(32)
@@ -275,7 +275,7 @@ class EpochOrder:
     length: int
     order: EpochIndices
     size_of: Callable[[int], int] | None = None
-    """Function that returns the number of samples at a position; None if each position is a sample, not a batch."""
+    """Function that returns the number of samples at a position, or None if each position is a sample, not a batch."""
     left_out: Collection[int] = ()
     """Dataset indices to leave out of all batches."""
     parts: "Mapping[str, EpochOrder] | None" = None
@@ -302,7 +302,7 @@ class EpochOrder:
         return without(listed, self.left_out) if self.left_out else listed
 
     def by_loader(self) -> "Mapping[str, EpochOrder]":
-        """Return the orders by loader name; a single loader's name is ""."""
+        """Return the orders by loader name. A single loader's name is ""."""
         return {"": self} if self.parts is None else self.parts
 
 

@@ -19,13 +19,13 @@ class ReplicaBatch:
     samples: int
     dataloader_idx: int = 0
     masked: bool = False
-    """Whether the batch belongs to another process and runs only to stay in lockstep; its results are discarded."""
+    """Whether the batch belongs to another process and runs only to stay in lockstep. Its results are discarded."""
     place: tuple[Any, int, int] | None = None
-    """The epoch's order and the batch's positions [start, stop) in it; None if the data has no positions."""
+    """The epoch's order and the batch's positions [start, stop) in it, or None if the data has no positions."""
 
     @property
     def indices_by_loader(self) -> dict[str, list[Any]] | None:
-        """The dataset indices of the batch's samples, by loader name; a single loader's name is "".
+        """The dataset indices of the batch's samples, by loader name. A single loader's name is "".
 
         None if the data has no positions, as in streams.
         """
@@ -36,7 +36,7 @@ class ReplicaBatch:
 
     @property
     def indices(self) -> list[Any] | None:
-        """The dataset indices of a single loader's batch; None if there are several loaders or no positions."""
+        """The dataset indices of a single loader's batch, or None if there are several loaders or no positions."""
         by_loader = self.indices_by_loader
         return None if by_loader is None else by_loader.get("")
 
@@ -78,7 +78,7 @@ class Dealing:
     padded: bool = False
     """Whether the last round repeats the epoch's first samples until all replicas have the same number of samples."""
     left_out: frozenset[int] = frozenset()
-    """Dataset indices to leave out of all batches; positions stay the same, and batches shrink."""
+    """Dataset indices to leave out of all batches. Positions stay the same, and batches shrink."""
 
     @property
     def replicas(self) -> range:

@@ -75,12 +75,12 @@ class StreamData:
 
     @property
     def rounds(self) -> int | None:
-        """Number of batches per replica in an epoch; None if the stream has no length."""
+        """Number of batches per replica in an epoch, or None if the stream has no length."""
         return self.share
 
     @property
     def share(self) -> int | None:
-        """Number of batches per replica in this process's loader; None if it has no length."""
+        """Number of batches per replica in this process's loader, or None if it has no length."""
         length = length_of(self.loader)
         return apply_limit(self.limit, None if length is None else -(-length // self.dealing.layout.replicas))
 
@@ -271,7 +271,7 @@ class StreamData:
 
 
 class OwnShares(StreamData):
-    """A loader that yields this process's own share of the data; shares may be uneven.
+    """A loader that yields this process's own share of the data. Shares may be uneven.
 
     Each process reads its share as in a single-process run. The processes agree on each step's samples in advance,
     and continue until all shares are exhausted.
@@ -306,11 +306,11 @@ class OwnShares(StreamData):
 
     @property
     def rounds(self) -> int | None:
-        """Number of batches in the largest share; None if any loader has no length."""
+        """Number of batches in the largest share, or None if any loader has no length."""
         return self.longest
 
     def epoch(self, epoch: int, start_step: int = 0, batches_at_most: int | None = None) -> Iterator[StepInput]:
-        """Yield the steps of an epoch until all processes' shares are exhausted; a step may have no local batches.
+        """Yield the steps of an epoch until all processes' shares are exhausted. A step may have no local batches.
 
         Raises DataError if a process has no batch although every replica needs one in each round.
         """

@@ -25,10 +25,10 @@ class Delivery(NamedTuple):
 
     batch: Any
     samples: int | None
-    """Number of collated items; None if the dataset yields batches."""
+    """Number of collated items, or None if the dataset yields batches."""
     worker: int = 0
     state: dict[str, Any] | None = None
-    """The reader's state after this batch; None for a dataset without a state."""
+    """The reader's state after this batch, or None for a dataset without a state."""
 
 
 class TrackingCollate:
@@ -113,7 +113,7 @@ class TrackedLoader:
         return {"states": states, "newest": self.newest, "hashes": list(hashes_of(self.batch))}
 
     def resume(self, key: int | None, saved: Mapping[str, Any], batch_key: int | None) -> Iterator[Delivery] | None:
-        """Return an iterator that continues after the latest batch in `saved`; None if that is not possible.
+        """Return an iterator that continues after the latest batch in `saved`, or None if that is not possible.
 
         Args:
             batch_key: the key under which the main process read that batch.
@@ -153,7 +153,7 @@ def has_state(dataset: Any) -> bool:
 
 
 def tracked(loader: Any) -> TrackedLoader | None:
-    """Return a TrackedLoader; None if `loader` is not a DataLoader or overrides torch's iteration.
+    """Return a TrackedLoader, or None if `loader` is not a DataLoader or overrides torch's iteration.
 
     Also returns None if tracking is not needed: a batch from torch's own collate functions shows its number of samples,
     so a loader that uses them is tracked only if its dataset has a state.

@@ -32,7 +32,7 @@ class CopyStream:
             before.synchronize()
 
     def copy(self, batch: Any) -> Any:
-        """Return `batch` with its plain host tensors copied to the device; everything else is left unchanged.
+        """Return `batch` with its plain host tensors copied to the device. Everything else is left unchanged.
 
         Work queued after this call waits for the copy. The copy's memory is reused only after that work is done.
         """
@@ -53,7 +53,7 @@ class CopyStream:
 
 
 def to_device(batch: Any, device: torch.device, copies: CopyStream | None = None) -> Any:
-    """Return `batch` with every tensor on `device`; tuples, lists, mappings and dataclasses keep their type.
+    """Return `batch` with every tensor on `device`. Tuples, lists, mappings and dataclasses keep their type.
 
     Copies from pinned memory do not block the host. Other objects are moved by their `.to(device)` method, if any.
 

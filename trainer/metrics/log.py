@@ -1,6 +1,6 @@
 """Logged values: collected without a host sync, and reduced over batches, replicas and ranks.
 
-`log` only appends to a list; all pending values are read from the device together at a logging point. Sums are kept per
+`log` only appends to a list. All pending values are read from the device together at a logging point. Sums are kept per
 replica in float64 and combined in replica order, so a logged mean is the same for any number of processes.
 """
 
@@ -379,7 +379,7 @@ class Metrics:
         return [series for series in open_series if series.step_at == self.step and series.step]
 
     def reduce_epoch(self, keep: bool = False) -> Reduced:
-        """Return the current stage's values over the epoch; close the stage unless `keep` is true.
+        """Return the current stage's values over the epoch. Close the stage unless `keep` is true.
 
         All ranks must call this.
         """
@@ -495,7 +495,7 @@ class Metrics:
         )
 
     def find_series(self, among: dict[str, Series], description: Sequence[Any]) -> Series:
-        """Return the series with this description; if there is none, create an empty one."""
+        """Return the series with this description. If there is none, create an empty one."""
         key = key_of(description[0], description[-1])
         if key not in among:
             among[key] = series = Series(*description)
@@ -530,7 +530,7 @@ class Metrics:
         self.open("train")
 
     def join(self, collectives: Ranks, replicas: range) -> None:
-        """Reduce subsequent values over the ranks of `collectives`; this process runs `replicas`."""
+        """Reduce subsequent values over the ranks of `collectives`. This process runs `replicas`."""
         self.collectives = collectives
         self.set_layout(collectives.size, replicas)
 
@@ -542,7 +542,7 @@ class Metrics:
         self.exchange = Exchange(self.collectives)
 
     def take_states(self, by_replica: bool) -> None:
-        """Find the task's metric objects; only the first rank keeps their states from before the run."""
+        """Find the task's metric objects. Only the first rank keeps their states from before the run."""
         self.states = self.make_states(self.states.replicas, by_replica)
         if self.first_replica > 0:  # otherwise these states would count once per rank
             for metric in self.states.by_path.values():

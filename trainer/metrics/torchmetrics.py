@@ -3,9 +3,9 @@
 States reduced by sum, concatenation, maximum or minimum can be merged at any time, so a process stores a single state
 for all of its replicas, under the first one. Other states (dist_reduce_fx "mean", None or a function) can only be
 combined by a metric's `compute`. A task with such a metric, and any task under `reproducible: bitwise`, has one state
-per replica; these are swapped into the metric objects in turn and merged in replica order.
+per replica. These are swapped into the metric objects in turn and merged in replica order.
 
-States reduced by "mean" are weighted by their number of updates, as in torchmetrics' `forward`; the result matches a
+States reduced by "mean" are weighted by their number of updates, as in torchmetrics' `forward`. The result matches a
 single-process run if all updates have the same size. States without an update are ignored.
 """
 
@@ -174,7 +174,7 @@ class MetricStates:
         return {path: {replica: states for rank in ranks for replica, states in rank[path].items()} for path in paths}
 
     def paths_of(self, metrics: Iterable[Any]) -> list[str]:
-        """Return the paths of metrics and their nested metrics in the task; metrics outside the task are omitted."""
+        """Return the paths of metrics and their nested metrics in the task. Metrics outside the task are omitted."""
         return [path for path in map(self.path_of, metrics_within(metrics)) if path is not None]
 
     def _own(self, path: str) -> dict[int, States]:
@@ -213,7 +213,7 @@ def updates_within(metric: Any) -> int:
 
 
 def held_by(metric: Any) -> States:
-    """Return the states that a metric contains; lists are copied, because `reset` empties them in place."""
+    """Return the states that a metric contains. Lists are copied, because `reset` empties them in place."""
     held = {name: getattr(metric, name) for name in reductions_of(metric)}
     return {
         **{name: list(state) if isinstance(state, list) else state for name, state in held.items()},
@@ -222,7 +222,7 @@ def held_by(metric: Any) -> States:
 
 
 def copied(states: States) -> States:
-    """Copy states; lists are copied shallowly, because their tensors are never changed in place."""
+    """Copy states. Lists are copied shallowly, because their tensors are never changed in place."""
     return {
         name: list(value) if isinstance(value, list) else value.clone() if isinstance(value, Tensor) else value
         for name, value in states.items()

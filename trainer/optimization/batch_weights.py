@@ -128,7 +128,7 @@ MIXED = (
 
 
 def weight_of(output: Any) -> Any:
-    """Return the weight in training_step's output, as a number or a 0-dim tensor; None if there is no weight.
+    """Return the weight in training_step's output, as a number or a 0-dim tensor, or None if there is no weight.
 
     Raises TaskError for an invalid weight.
     """

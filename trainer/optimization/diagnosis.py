@@ -34,7 +34,7 @@ def bad_weights(trainer: "Trainer") -> list[str]:
 
 
 def require_finite(trainer: "Trainer") -> None:
-    """Raise NonFiniteError if the weights to save are not finite; with `nan: ignore`, only warn.
+    """Raise NonFiniteError if the weights to save are not finite. With `nan: ignore`, only warn.
 
     All ranks must call this.
     """
@@ -120,7 +120,7 @@ def diagnose_forward(trainer: "Trainer") -> list[str]:
 
 
 def first_bad_module(trainer: "Trainer", item: ReplicaBatch, batch: Any) -> tuple[str, nn.Module, bool] | None:
-    """Rerun training_step on a batch; return the first module whose output contains NaN or, failing that, infinity.
+    """Rerun training_step on a batch. Return the first module whose output contains NaN or, failing that, infinity.
 
     The returned bool is True if the input of this module was finite.
     """

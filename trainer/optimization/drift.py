@@ -12,13 +12,13 @@ from ...base.tensors import plain_tensors
 from ..processes.ranks import Ranks
 
 PAUSE_PER_SECOND = 250
-"""Ratio of the time between comparisons to the time that a comparison takes; it limits the cost to 0.4%."""
+"""Ratio of the time between comparisons to the time that a comparison takes. It limits the cost to 0.4%."""
 
 
 class DriftGuard:
     """Bitwise comparison of all parameters between ranks that must have equal weights (`Strategy.weight_ranks`).
 
-    Buffers are not compared, because batch norm's running statistics differ between ranks within an epoch; rank 0's
+    Buffers are not compared, because batch norm's running statistics differ between ranks within an epoch. Rank 0's
     buffers are used.
     """
 
@@ -71,7 +71,7 @@ class DriftGuard:
 
 
 def describe_differing(ranks: Ranks, names: list[str], numbers: list[int]) -> str:
-    """Describe the named numbers that differ between ranks; "" if none differ. All ranks must call this."""
+    """Describe the named numbers that differ between ranks, or return "" if none differ. All ranks must call this."""
     gathered = ranks.gather_objects(numbers)
     if gathered.count(numbers) == len(gathered):
         return ""

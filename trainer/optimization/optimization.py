@@ -146,7 +146,7 @@ class Optimization:
             log.warning(NOTHING_COMPILED)
 
     def begin_evaluation(self) -> list[Optimizer]:
-        """Switch optimizers with modes to their evaluation weights; return the optimizers that were switched."""
+        """Switch optimizers with modes to their evaluation weights, and return the optimizers that were switched."""
         changed = []
         for optimizer in filter(has_modes, self.optimizers):
             with keyed_generators(self._update_key(optimizer)):  # some optimizers round stochastically
@@ -257,7 +257,7 @@ class Optimization:
             self.losses = [(index, share / divisor) for index, share in self.losses]
 
     def _require_same_weights(self, watch: WeightWatch) -> None:
-        """Raise TaskError if training_step changes parameters; warn if it changes buffers."""
+        """Raise TaskError if training_step changes parameters. Warn if it changes buffers."""
         (parameters, buffers), replicas = watch.end_step(), self.state.replicas
         self.watch = watch if watch.steps_left and not parameters else None
         if parameters:
@@ -486,7 +486,7 @@ def wrapper_class(wrapper: Any, kind: Any) -> Any:
 
 
 class ManualOptimizer:
-    """Optimizer returned by `Task.optimizers()`; its `step` reduces and unscales gradients through the strategy.
+    """Optimizer returned by `Task.optimizers()`. Its `step` reduces and unscales gradients through the strategy.
 
     All other attributes are those of the wrapped optimizer. The object is also an instance of that optimizer's class.
     """

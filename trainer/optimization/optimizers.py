@@ -26,7 +26,7 @@ def has_modes(optimizer: Optimizer) -> bool:
 
 
 def to_evaluation(optimizer: Any) -> bool:
-    """Switch an optimizer that has modes to its evaluation weights; return False if there is nothing to switch."""
+    """Switch an optimizer that has modes to its evaluation weights. Return False if there is nothing to switch."""
     states = [(item, optimizer.state[item]) for item in optimizer_parameters(optimizer) if optimizer.state.get(item)]
     # before the first step, both weights are equal, and eval() may fail
     if not states or any(TRAINED in state for _, state in states):
@@ -49,7 +49,7 @@ def to_training(optimizer: Any) -> None:
 
 
 def may_draw(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer may draw random numbers; the optimizers in torch.optim don't."""
+    """Return whether an optimizer may draw random numbers. The optimizers in torch.optim don't."""
     # other optimizers might, and seeding the generators only costs microseconds
     return not f"{type(optimizer).__module__}.".startswith("torch.optim.")
 

@@ -78,7 +78,7 @@ class Precision:
         return batch if dtype is None else map_tensors(batch, lambda t: t.to(dtype) if t.is_floating_point() else t)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the scaled loss for backward; the scale is constant within a step."""
+        """Return the scaled loss for backward. The scale is constant within a step."""
         if self.scaler is None:
             return loss
         self._is_ready = True
@@ -93,7 +93,7 @@ class Precision:
             self.scaler.unscale_(optimizer)
 
     def step(self, optimizer: torch.optim.Optimizer, **options: Any) -> None:
-        """Step the optimizer; with gradient scaling, skip the step if a gradient is infinite or NaN."""
+        """Step the optimizer. With gradient scaling, skip the step if a gradient is infinite or NaN."""
         if self.scaler is None:
             optimizer.step(**options)
         elif self._has_gradient(optimizer):
@@ -108,7 +108,7 @@ class Precision:
             self._used = False
 
     def _has_gradient(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether there is a gradient to unscale; the scaler raises an error if there is none."""
+        """Return whether there is a gradient to unscale. The scaler raises an error if there is none."""
         gradients = (parameter.grad for group in optimizer.param_groups for parameter in group["params"])
         gradient = next((gradient for gradient in gradients if gradient is not None), None)
         self._used |= gradient is not None

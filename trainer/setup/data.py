@@ -262,7 +262,7 @@ def require_length(loader: Any, name: str, limit: int | float) -> None:
 
 
 def origin_of_shares(call: Call, source: TrainingData, begun: Mapping[str, Any] | None) -> str:
-    """Return why each process's training loader is assumed to yield its own share; "" if Legato distributes it.
+    """Return why each process's training loader is assumed to yield its own share, or "" if Legato distributes it.
 
     Args:
         begun: the samples section of the checkpoint's fingerprint, if the run resumes.
@@ -330,7 +330,7 @@ def dealing(call: Call) -> Dealing:
 
 
 def make_transfer(call: Call) -> Callable[[Any, int], Any] | None:
-    """Return the function that moves batches; None if they need no move. A data module's hooks override the task's."""
+    """Return the function that moves batches, or None if none is needed. A data module's hooks override the task's."""
     owners: list[DataHooks | None] = []
     for name in ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"):
         sources = ((call.datamodule, DataModule), (call.task, Task))

@@ -36,11 +36,11 @@ class Start:
     """The run directory, checkpoint and run id that a call starts with, chosen by one process for all processes."""
 
     directory: Path | None = None
-    """The run directory; None if nothing is written."""
+    """The run directory, or None if nothing is written."""
     source: Location | None = None
     """The checkpoint to read."""
     is_newest: bool = False
-    """Whether the checkpoint is the newest in its folder; if it is damaged, an older one is used."""
+    """Whether the checkpoint is the newest in its folder. If it is damaged, an older one is used."""
     same_run: bool = False
     """Whether the checkpoint belongs to the run in the run directory."""
     identity: str = ""

@@ -21,7 +21,7 @@ log = logging.getLogger("legato")
 
 
 def make_run(call: Call, saved: dict[str, Any] | None) -> Run:
-    """Call the setup hooks, move the task to its devices and load its weights; create loaders, optimizers and the run.
+    """Call the setup hooks, move the task to its devices and load its weights. Create loaders, optimizers and the run.
 
     Args:
         saved: the checkpoint's contents. Its weights are dropped after they are loaded.
@@ -72,7 +72,7 @@ def make_run(call: Call, saved: dict[str, Any] | None) -> Run:
 
 
 def find_numerics(call: Call, optimization: Optimization) -> dict[str, Any]:
-    """Return the settings that affect the bits of results; under `bitwise`, all ranks must have the same settings."""
+    """Return the settings that affect the bits of results. Under `bitwise`, all ranks must have the same settings."""
     strategy, options = call.strategy, call.trainer.compile
     numerics = kernels.numerics(optimization.optimizers, strategy.precision.name, strategy.device, options)
     numerics |= {"micro_batches": strategy.micro_batches, "tensor_shards": strategy.tensor_shards}

@@ -60,7 +60,7 @@ def open_outputs(run: Run) -> None:
 
 
 def open_loggers(run: Run, resume_step: int | None) -> None:
-    """Open the loggers and store the config on rank 0; on other ranks, pass the run directory to the loggers.
+    """Open the loggers and store the config on rank 0. On other ranks, pass the run directory to the loggers.
 
     Args:
         resume_step: the step from which the run resumes; existing logging points after this step are invalid. None if
