@@ -75,7 +75,7 @@ def lead_python_path(folder: str) -> None:
 
 
 def numeric_variables() -> dict[str, str | None]:
-    """Return the variables that affect numerical results, keyed by name; None for a variable that is not set."""
+    """Return the variables that affect numerical results, keyed by name. Unset variables are None."""
     return {name: os.environ.get(name) for name in NUMERIC_VARIABLES}
 
 

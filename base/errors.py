@@ -115,7 +115,7 @@ def first_names(names: Sequence[str], shown: int = 6) -> str:
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """Add a note to an error. Before Python 3.11, append the note to the error's message."""
+    """Add a note to an error. Before Python 3.11, append the note to the error's message instead."""
     if hasattr(error, "add_note"):
         error.add_note(note)
     elif isinstance(error, OSError) and error.strerror is not None:  # str() of it reads strerror, not args
@@ -149,7 +149,7 @@ class Errors:
 
 
 def name_of(function: Callable[..., object]) -> str:
-    """Return the name of a function; for a method, prefixed with the class of its object."""
+    """Return the name of a function. For a method, prefix the name with the class of the method's object."""
     while isinstance(function, partial):  # hooks of callbacks are partials with trainer and task
         function = function.func
     owner = getattr(function, "__self__", None)

@@ -183,7 +183,7 @@ def find_group() -> tuple[int, int] | None:
 
 
 def _in_group(rank: int, world_size: int) -> Place:
-    """Return this process's place in the script's group. If rank and size match, this is the launcher's place."""
+    """Return this process's place in the script's group: the launcher's place if its rank and size match."""
     try:
         launched = _launched()
     except ConfigError:  # incomplete variables that the script has set, such as WORLD_SIZE alone

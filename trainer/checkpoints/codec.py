@@ -270,7 +270,7 @@ Tensors = dict[tuple[str, str], Tensor]
 def unflatten(
     tree: Any, tensors: Mapping[str, Mapping[str, Tensor]], files: ShardFiles | None = None
 ) -> dict[str, Any]:
-    """Rebuild the value that `flatten` split. Shards are read from `files`.
+    """Rebuild a value split by `flatten`. Shards are read from `files`.
 
     Each sharded tensor is returned as a `StoredTensor`. Raises CheckpointError if the tree and the tensors do not
     match.

@@ -36,7 +36,7 @@ def directory_name(step: int) -> str:
 
 
 def verify(checkpoint: Location) -> Manifest:
-    """Verify every file, and return the manifest. Raises a CheckpointError that describes the problem."""
+    """Verify every file and return the manifest. If a check fails, raises a CheckpointError that describes why."""
     content, folder = check_sizes(checkpoint), folder_at(checkpoint.parent)
     for name, expected in content.files.items():
         check_file(fetch_file(folder, checkpoint.name, content, name), expected)

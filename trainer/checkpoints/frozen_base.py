@@ -7,7 +7,7 @@ checkpoints/
     |-- model.safetensors     the weights that are missing from the base or differ from it
     `-- manifest.json         lists the base as base.safetensors, with its size and its SHA-256
 
-A reader reads a weight from the checkpoint's file or, if that file does not contain the weight, from the file's base.
+A weight is read from the checkpoint's file or, if that file does not contain the weight, from the file's base.
 Each file with shards has its own base: the base of model-00002.safetensors is base-00002.safetensors.
 """
 

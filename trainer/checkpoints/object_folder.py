@@ -199,7 +199,7 @@ class ObjectFolder:
         return bases
 
     def add_base(self, write: Callable[[HashedFile], FileSum]) -> FileSum:
-        """Upload a base unless it exists. A first pass computes the base's SHA-256, which is also its name."""
+        """Upload a base unless it already exists. A first pass computes the base's SHA-256, which is also its name."""
         entry = write(HashedUpload(open(os.devnull, "wb")))  # noqa: SIM115 - HashedUpload closes it
         file = f"{entry.sha256}.safetensors"
         if self._sizes(manifest.BASE).get(file) != entry.size:

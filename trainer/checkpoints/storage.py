@@ -57,7 +57,7 @@ class Folder(Protocol):
         """Return names of possibly complete checkpoints, including temporary names left by a dead process."""
 
     def committed(self, name: str) -> str | None:
-        """Return the name of a committed checkpoint, which may be temporary; None if it is not committed."""
+        """Return the (possibly temporary) name of a checkpoint; None if the checkpoint is not committed."""
 
     def read_manifest(self, name: str) -> manifest.Manifest:
         """Read a checkpoint's manifest. Raises CheckpointError, stating the location and the problem."""

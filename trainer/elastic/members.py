@@ -48,7 +48,7 @@ _STORE_POLL = 0.003  # seconds between polls of the store for few processes
 
 
 class MembershipChanged(Exception):
-    """Raised on all ranks to leave the loop after they have agreed on a new generation."""
+    """Raised on all ranks to leave the loop after they agree on a new generation."""
 
 
 class ElasticMembership(Membership):

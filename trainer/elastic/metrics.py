@@ -117,7 +117,7 @@ class SharedMetrics(Metrics):
         self._share(())
 
     def _share(self, extra: Sequence[float], names: bool = False) -> list[float]:
-        """Exchange values among ranks. Return the maximum over ranks of each entry of `extra`.
+        """Exchange values among ranks. Return the maximum over ranks of each entry in `extra`.
 
         If the exchange fails, this rank's values are left unchanged.
 
@@ -162,7 +162,7 @@ class SharedMetrics(Metrics):
         return sort_out(self._totals_of_step(), "_step")
 
     def gather_step(self, extra: Sequence[float]) -> tuple[list[tuple[Series, float]], list[float]]:
-        """Return the values of the latest step over all replicas, and the maximum over ranks of each entry of `extra`.
+        """Return the values of the latest step over all replicas, and the maximum over ranks of each entry in `extra`.
 
         All ranks must call this.
         """

@@ -106,7 +106,7 @@ def _all_take_part(run: Any) -> bool:
 def _gather_shapes(tensors: list[Tensor], with_gradient: list[bool], ranks: Ranks) -> list[list[tuple[int, ...]]]:
     """Return the shapes of every rank's tensors, in rank order.
 
-    Raises DisagreementError, on every rank, if the tensors differ in anything but their number of rows.
+    Raises DisagreementError, on every rank, if the tensors differ in anything other than their number of rows.
     """
     kinds = list(map(_describe, tensors, with_gradient))
     by_rank: list[tuple[list[str], list[tuple[int, ...]]]] = ranks.gather_objects(
@@ -124,7 +124,7 @@ def _gather_shapes(tensors: list[Tensor], with_gradient: list[bool], ranks: Rank
 
 
 def _describe(tensor: Tensor, with_gradient: bool) -> str:
-    """Describe the properties that must be equal on all ranks: everything but the number of rows."""
+    """Describe the properties that must be equal on all ranks: everything except the number of rows."""
     shape = " x ".join(["rows", *map(str, tensor.shape[1:])]) if tensor.dim() else "scalar"
     return f"{tensor.dtype} {shape} on {tensor.device.type}{' with a gradient' * with_gradient}"
 

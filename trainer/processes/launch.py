@@ -238,7 +238,7 @@ class WorkerGroup:
         return [worker for worker in self.workers if not worker.has_ended]
 
     def start(self, enter: Callable[..., Callable[[], None]]) -> None:
-        """Start a process for each rank. Each process first calls the function that `enter(rank)` returns."""
+        """Start a process for each rank. Each process first calls the function returned by `enter(rank)`."""
         for rank in self._ranks:
             self._start_one(rank, enter(rank))
 

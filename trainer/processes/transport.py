@@ -1,7 +1,7 @@
 """Sends functions, results and exceptions with tracebacks between a process and its workers, using cloudpickle.
 
-The files are in a private folder and are unpickled by a process of the same user and run, seconds after they were
-written. The folder is then removed, so no pickled data is kept.
+The files are in a private folder and are unpickled within seconds by a process of the same user and run. The folder is
+then removed, so no pickled data is kept.
 """
 
 import io

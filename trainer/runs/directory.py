@@ -143,7 +143,7 @@ class RunDirectory:
 
     @property
     def is_empty(self) -> bool:
-        """True if the run has no step, checkpoint or logged value, and only the files that every launch writes."""
+        """True if the run has no steps, checkpoints or logged values, only the files that every launch writes."""
         if self.step or self.checkpoints or self.last_point:
             return False
         try:

@@ -99,7 +99,7 @@ def _next_number(root: Location, name: str) -> int:
 
 
 def _require_text(root: Path) -> None:
-    """Raise ConfigError if the path is not valid text in this locale. TensorBoard and JSON could not store it."""
+    """Raise ConfigError if the path is not valid text in this locale, because TensorBoard and JSON cannot store it."""
     try:
         str(root.absolute()).encode()
     except UnicodeEncodeError:
@@ -110,7 +110,7 @@ def _require_text(root: Path) -> None:
 
 
 def write_config(directory: Path, text: str, explicit: str | None, weights: Location | None) -> None:
-    """Store the config of a run. For an evaluation, include the checkpoint (`weights`) so that it can be rerun."""
+    """Store a run's config. For an evaluation, include the checkpoint (`weights`) so the evaluation can be rerun."""
     if weights is not None:
         line = f"checkpoint: {json.dumps(str(to_absolute(weights)), ensure_ascii=False)}"
         # a function, because re.sub interprets backslashes in a string; a JSON string is also a YAML string

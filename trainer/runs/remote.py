@@ -207,7 +207,7 @@ def refresh(folder: Path) -> Path:
 
 
 def copy_of(root: Address) -> Path:
-    """Download the files that readers of runs need. Return the local folder, which is deleted at exit."""
+    """Download the files needed to read a run. Return the local folder, which is deleted at exit."""
     area = f"read-{os.getpid()}"  # not the folder to which a run on this machine may be writing
     folder = local_folder(root, area)
     atexit.register(shutil.rmtree, cache_folder() / area, ignore_errors=True)
@@ -246,7 +246,7 @@ def _names_below(folder: Path) -> Iterator[str]:
 
 
 def _is_mirrored(name: str) -> bool:
-    """Return whether a file in a run directory is mirrored: all but temporary files, checkpoints and evaluations."""
+    """Return whether a file in a run directory is mirrored. Temporary files, checkpoints and evaluations are not."""
     first, last = name.partition("/")[0], name.rpartition("/")[2]
     return first not in (CHECKPOINTS, EVALUATIONS) and not last.startswith(".") and not last.endswith(".partial")
 

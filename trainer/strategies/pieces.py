@@ -15,7 +15,7 @@ from ..optimization.batch_weights import weight_of
 
 
 def chunk_sizes(samples: int, devices: int) -> list[int]:
-    """Return the number of samples for each device, as in torch.chunk: 2, 2 and 1 for 5 samples on three devices."""
+    """Return the number of samples for each device, as in torch.chunk: 2, 2 and 1 for five samples on three devices."""
     size = max(1, -(-samples // devices))
     return [min(size, samples - first) for first in range(0, samples, size)]
 

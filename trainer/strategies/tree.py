@@ -167,7 +167,7 @@ class Bucket:
 
     # --- within this process ----------------------------------------------------------------------------------------
     def begin(self) -> None:
-        """Set aside the gradients of earlier steps."""
+        """Set aside the gradients from earlier steps."""
         self.kept = self._take_gradients()
 
     def abandon(self) -> None:
@@ -367,7 +367,7 @@ class GradientTree:
         self.hooks = []
 
     def begin_replica(self, replica: int) -> None:
-        """Collect the gradients of the previous replica. Before the first replica, set aside those of earlier steps."""
+        """Collect the gradients of the previous replica. Before the first replica, set aside older gradients."""
         self._take()
         self.replica = replica
 

@@ -56,7 +56,7 @@ class ServedModule:
         self.optimizer = kind(self.module.parameters(), **options)
 
     def finish_step(self, trainers: int, scale: float, clip: float | None, options: dict[str, Any] | None) -> None:
-        """Record that a trainer has finished its backward passes. After the last trainer, update the weights.
+        """Record that a trainer has finished its backward passes. Once all trainers have, update the weights.
 
         Args:
             options: the optimizer's current options, such as a scheduled learning rate.

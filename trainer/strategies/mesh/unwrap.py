@@ -42,7 +42,7 @@ class Wrapping:
 
 
 def is_fsdp(hook: Any) -> bool:
-    """Return whether a hook belongs to FSDP. Such hooks reference a process group and cannot be pickled."""
+    """Return whether a hook belongs to FSDP. FSDP's hooks reference a process group and cannot be pickled."""
     return str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp.")
 
 

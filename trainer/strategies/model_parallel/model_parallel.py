@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def move_inputs(block: nn.Module, device: torch.device) -> RemovableHandle:
-    """Add a hook that moves the inputs of `block` to `device`, where the parameters of `block` are."""
+    """Add a hook that moves the inputs of `block` to `device`, where its parameters are."""
     # before the user's hooks, so that these see the inputs on the block's device
     return block.register_forward_pre_hook(partial(_move_inputs, device), prepend=True, with_kwargs=True)
 
@@ -184,7 +184,7 @@ class DDPModelParallelStrategy(DDPStrategy):
         self.device_hooks = []
 
     def _keep_placement(self, task: "Task") -> None:
-        """Keep the placement that the task chose. Raises ConfigError if a tensor is not on a device of this process."""
+        """Keep the placement chosen by the task. Raises ConfigError if a tensor is not on a device of this process."""
         if self.split != "auto":
             raise ConfigError(
                 f"split={self.split} needs blocks, but {type(task).__name__} places its own modules. Leave split out."
