@@ -243,7 +243,7 @@ class Checkpoint(CheckpointCallback):
         """Limit the index on all ranks to this run's complete checkpoints up to the current step.
 
         The index lists a checkpoint before it is complete, and may list one that has been deleted. Checkpoints that the
-        index does not list are left alone, since another run saved them.
+        index does not list are left alone, because another run saved them.
         """
         entries = self.index.checkpoints
         if trainer.is_global_zero and self.dirpath is not None:

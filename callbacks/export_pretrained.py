@@ -47,7 +47,7 @@ class ExportPretrained(Callback):
         self._ended = True
 
     def on_exception(self, trainer: "Trainer", task: "Task", exception: BaseException) -> None:
-        """Cancel the export, since the weights may be sharded."""
+        """Cancel the export, because the weights may be sharded."""
         self._ended = False
 
     def teardown(self, trainer: "Trainer", task: "Task", stage: str) -> None:

@@ -73,5 +73,5 @@ class GradientAccumulationScheduler(Callback):
             trainer.accumulate_grad_batches = 1
 
     def state_dict(self) -> dict[str, Any]:
-        """Return an empty state, since the epoch determines the number of batches."""
+        """Return an empty state, because the epoch determines the number of batches."""
         return {}

@@ -59,7 +59,7 @@ class LearningRateMonitor(Callback):
             self._rates_of_step = None
 
     def on_processes_changed(self, trainer: "Trainer", task: "Task") -> None:
-        """Log a repeated step again, since another process may have logged it the first time."""
+        """Log a repeated step again, because another process may have logged it the first time."""
         self._logged_step, self._rates_of_step = -1, None
 
     def on_train_epoch_start(self, trainer: "Trainer", task: "Task") -> None:

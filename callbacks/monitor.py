@@ -101,7 +101,7 @@ class Monitor:
         return math.inf if self.mode == "min" else -math.inf
 
     def refuse(self, trainer: "Trainer") -> NoReturn:
-        """Save a checkpoint if the run keeps any, then raise a ConfigError that lists the logged names."""
+        """Save a checkpoint if the run saves any, then raise a ConfigError that lists the logged names."""
         if trainer.checkpoint_callback is not None:
             # a misspelled name is noticed only after an epoch; resuming with the right name need not repeat that epoch
             trainer.checkpoint_callback.save(trainer, always=True)

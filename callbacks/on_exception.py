@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 class OnExceptionCheckpoint(CheckpointCallback):
     """Saves the last completed step to `dirpath/filename` when an exception ends a single-process run.
 
-    With multiple processes, it saves nothing, since other ranks may be dead or waiting in a collective.
+    With multiple processes, it saves nothing, because other ranks may be dead or waiting in a collective.
 
     Args:
         dirpath: Folder to save to.
@@ -34,7 +34,7 @@ class OnExceptionCheckpoint(CheckpointCallback):
 
     @property
     def is_elsewhere(self) -> bool:
-        """True, since `dirpath` is required."""
+        """True, because `dirpath` is required."""
         return True
 
     @property

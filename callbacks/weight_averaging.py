@@ -35,11 +35,11 @@ class WeightAveraging(Callback):
         self._unsharded: dict[str, torch.Tensor] = {}
         """Unsharded averages from a checkpoint or from the previous run."""
         self._trained: dict[str, torch.Tensor] = {}
-        """The trained weights by name while the task holds the averages."""
+        """The trained weights by name while the task contains the averages."""
         self._step = 0
 
     def averaged_state_dict(self) -> "dict[str, torch.Tensor]":
-        """Return the unsharded averages by parameter name. Collective under a sharded strategy."""
+        """Return the unsharded averages by parameter name. Under a sharded strategy, this is a collective."""
         return self._unsharded or {name: _full_tensor(average) for name, average in self.averages.items()}
 
     # --- training ---------------------------------------------------------------------------------------------------
@@ -157,7 +157,7 @@ class WeightAveraging(Callback):
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
     def state_dict(self) -> dict[str, Any]:
-        """Return the averages. Collective under a sharded strategy."""
+        """Return the averages. Under a sharded strategy, this is a collective."""
         averages = self.averaged_state_dict()
         return {"updates": self.updates, "averages": averages, "step": self._step} if averages else {}
 
@@ -168,7 +168,7 @@ class WeightAveraging(Callback):
         self._step = state_dict.get("step", -1)
 
     def on_save_checkpoint(self, trainer: "Trainer", task: "Task", checkpoint: dict[str, Any]) -> None:
-        """Raise TaskError while the task holds the averages instead of the trained weights."""
+        """Raise TaskError while the task contains the averages instead of the trained weights."""
         if self._trained:
             raise TaskError(
                 f"save_checkpoint was called during an evaluation, while the task held the averages of "
@@ -246,13 +246,13 @@ def _local_shard(tensor: "torch.Tensor") -> "torch.Tensor":
 
 
 def _full_tensor(tensor: "torch.Tensor") -> "torch.Tensor":
-    """Return the full tensor. Collective for a DTensor."""
+    """Return the full tensor. For a DTensor, this is a collective."""
     full = getattr(tensor, "full_tensor", None)
     return tensor if full is None else full()
 
 
 def _distribute_like(full: "torch.Tensor", like: Any) -> "torch.Tensor":
-    """Return a full tensor distributed like `like`. Collective for a DTensor."""
+    """Return a full tensor distributed like `like`. For a DTensor, this is a collective."""
     import torch
 
     with torch.inference_mode(False), torch.no_grad():  # in-place updates do not work on inference tensors

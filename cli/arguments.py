@@ -1,4 +1,4 @@
-"""Defines the arguments of each command. The commands' own modules are separate, since many of them import torch."""
+"""Defines the arguments of each command. The commands' own modules are separate, because many of them import torch."""
 
 from argparse import ArgumentParser
 

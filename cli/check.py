@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 SKIPPED = (CheckpointCallback, EarlyStopping, ProgressDisplay, ModelSummary)
 """Callbacks to leave out of a trial: they would end it early, write elsewhere, or print."""
 LOCAL_LOGGERS = (TensorBoardLogger, JSONLinesLogger, CSVLogger)
-"""Loggers that a trial includes, since they only write to the run directory."""
+"""Loggers that a trial includes, because they only write to the run directory."""
 OVERLAY = {
     "fast_dev_run": False,
     "log_every_n_steps": 1,
@@ -62,7 +62,7 @@ OVERLAY = {
     # a failing trial must fail, not restart
     "max_restarts": 0,
 }
-"""Trainer arguments for a trial. `max_steps` is left unchanged, since learning rate schedules depend on it."""
+"""Trainer arguments for a trial. `max_steps` is left unchanged, because learning rate schedules depend on it."""
 WARM_STEPS = 6
 """Minimum number of steps for a representative step time. With fewer steps, even the second half may be slow."""
 

@@ -19,11 +19,11 @@ REPLACED = (
     *("devices", "num_nodes", "strategy", "cluster", "replicas", "requeue", "max_restarts"),
     *("min_steps", "min_epochs", "max_time"),
 )
-"""Trainer arguments that a replay replaces, since its number of processes and last step may differ from the run's."""
+"""Trainer arguments that a replay replaces, because its number of processes and last step may differ from the run's."""
 
 
 class ConfigHistory(StudiedRun):
-    """A run of `legato fit`. Each step uses the config in effect at that step, since resuming may change the config.
+    """A run of `legato fit`. Each step uses the config in effect at that step, because resuming may change the config.
 
     Args:
         overrides: Overrides applied to the config of every step.

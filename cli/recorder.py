@@ -59,7 +59,7 @@ class Record:
 class Recorder(MonitoringCallback):
     """Records the first few steps of fit, then ends the run. The record is saved in the run directory after each step.
 
-    Each rank writes its own file, since a collective fails if any rank has failed.
+    Each rank writes its own file, because a collective fails if any rank has failed.
     """
 
     def __init__(self, name: str) -> None:

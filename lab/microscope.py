@@ -25,7 +25,7 @@ class Microscope(MonitoringCallback):
       module without submodules, over all batches of the step.
 
     Other steps run without hooks. An observed step needs memory for a copy of the weights. To measure the cost,
-    run `python -m benchmarks.replay`. With `trainer.compile`, steps with observed activations run eagerly, since a
+    run `python -m benchmarks.replay`. With `trainer.compile`, steps with observed activations run eagerly, because a
     compiled graph does not call module hooks.
 
     Args:

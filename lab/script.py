@@ -29,7 +29,7 @@ _imported: set[str] = set()
 
 
 class ScriptHistory(StudiedRun):
-    """A run started by a script. Each step uses the command that computed it, since resuming may change the command.
+    """A run started by a script. Each step uses the command that computed it, because resuming may change the command.
 
     Args:
         overrides: Trainer arguments that replace the script's, such as "trainer.devices=2".

@@ -38,7 +38,7 @@ VERIFIED = ".verified-"
 NOT_COMPARED = ("config", "versions", "run_id", "fingerprint", *(f"state.{name}" for name in SaveAs.CLOCKS))
 """Prefixes of checkpoint entries that record where and when the checkpoint was written."""
 OF_CALLBACKS = ("callbacks.", "callback_metrics.", "metrics.")
-"""Prefixes of entries that a replay may lack, since it omits callbacks that do not affect results."""
+"""Prefixes of entries that a replay may lack, because it omits callbacks that do not affect results."""
 CHANGED_DATA = (
     "Code, versions and settings match the record, and recomputing the steps again gave the same values, so the data "
     "has changed. Print the data of the first step that differs: legato samples RUN step=N --show"

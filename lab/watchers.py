@@ -129,7 +129,7 @@ class SaveAs(CheckpointCallback):
     """
 
     CLOCKS = ("elapsed", "logged_at")
-    """Fields that depend on when a run started and, since a run always logs its last step, on when it ended."""
+    """Fields that depend on when a run started and, because a run always logs its last step, on when it ended."""
 
     def __init__(self, state: State, path: Path) -> None:
         self.state, self.path = state, path

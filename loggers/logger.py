@@ -97,7 +97,7 @@ class Logger:
         """Record hyperparameters and, at the end of a run, the final metrics."""
 
     def log_best(self, name: str, value: float) -> None:
-        """Record the best value of the metric that a Checkpoint callback monitors. Called at the end of a run."""
+        """At the end of a run, record the best value of the metric that a Checkpoint callback monitors."""
 
     def log_text(self, tag: str, text: str, step: int) -> None:
         """Write Markdown text, such as the config."""
@@ -120,5 +120,5 @@ class Logger:
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}.{instead}")
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pickle the logger as closed, since the process that becomes rank 0 opens it."""
+        """Pickle the logger as closed, because the process that becomes rank 0 opens it."""
         return {**vars(self), "_is_open": False}

@@ -146,7 +146,7 @@ class MLFlowLogger(Logger):
         return self._written[name]
 
     def log_hyperparams(self, params: Mapping[str, Any], metrics: Mapping[str, float] | None = None) -> None:
-        """Record hyperparameters. Existing values are left unchanged, since MLflow does not allow changes."""
+        """Record hyperparameters. Existing values are left unchanged, because MLflow does not allow changes."""
         from mlflow.entities import Param
 
         recorded = self.experiment.get_run(self.run_id).data.params

@@ -11,7 +11,7 @@ class DataHooks:
     """Hooks for loaders and batch transfer. A data module's hooks take precedence over the task's."""
 
     def prepare_data(self) -> None:
-        """Download or convert data. Called in one process per machine before `setup`, so it must not set attributes."""
+        """Download or convert data. One process per machine calls this before `setup`. Do not set attributes here."""
 
     def train_dataloader(self) -> Any:
         """Return the training loader."""

@@ -85,7 +85,7 @@ RUN = Signature({
     "save_code": _parameter("save_code"),
 })  # fmt: skip
 Place = Annotated[str, Rule("a path", bool)]
-"""A path, or a URL in an object store. Kept as a string, since Path would drop a slash."""
+"""A path, or a URL in an object store. It is kept as a string, because Path would drop a slash."""
 TOP = Signature({
     "seed": _parameter("seed"),
     "resume": Parameter(Literal["auto"] | Place | None, None, False),

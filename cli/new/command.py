@@ -16,7 +16,7 @@ PLACEHOLDER, SUFFIX = "__NAME__", ".template"
 HIDDEN = {Path("gitignore"): Path(".gitignore")}
 """Files whose names get a leading dot in a project. Package builds omit files that start with a dot."""
 TAKEN = {"legato", "torch", "numpy", "tests", "configs"}
-"""Names that a project cannot have, since it imports or contains modules with these names."""
+"""Names that a project cannot have, because it imports or contains modules with these names."""
 CONFIG_OF_PROJECT = "configs/train.yaml"
 
 

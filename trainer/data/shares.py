@@ -175,7 +175,7 @@ def log_share(data: str, loader: Any, ranks: Ranks) -> None:
 
 
 def reads_share(loader: Any, ranks: Ranks) -> bool:
-    """Return whether a torch DistributedSampler gives this process its own share.
+    """Return whether a torch DistributedSampler assigns this process its own share.
 
     Args:
         ranks: the data-parallel ranks.

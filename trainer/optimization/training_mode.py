@@ -8,8 +8,8 @@ from torch import nn
 def set_training_mode(task: nn.Module) -> list[str]:
     """Put modules with trained parameters into training mode, including their submodules without parameters.
 
-    A module whose parameters are all frozen keeps its mode, as do its submodules. Returns the names of the outermost
-    modules that were in evaluation mode.
+    A module whose parameters are all frozen stays in its current mode, as do its submodules. Returns the names of the
+    outermost modules that were in evaluation mode.
     """
     # a frozen backbone with batch norm must keep its running statistics
     frozen = [(module, module.training) for top in _frozen(task) for module in top.modules()]
