@@ -359,7 +359,7 @@ def read_on(batches: Any, count: int) -> Callable[[], Any]:
 
 
 def end_loader_workers(iterator: Any, loader: Any = None) -> None:
-    """End the workers of a loader's iterator now. torch itself ends them only when the iterator is deleted.
+    """End the workers of a loader's iterator immediately. torch itself ends them only when the iterator is deleted.
 
     To end persistent workers, also pass `loader`. The loader starts new workers in its next iteration.
     """

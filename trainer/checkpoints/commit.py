@@ -40,8 +40,8 @@ def write(
         run: id of the run, for the manifest; "" if there is no run.
         frozen: state dict keys of the weights that are stored only once for all checkpoints in the folder.
 
-    Raises CheckpointError, and leaves no files behind, if a value cannot be stored, the disk is too full or writing
-    fails.
+    Raises CheckpointError, and leaves no files behind, if a value cannot be stored, the disk does not have enough
+    free space, or writing fails.
     """
     flat = flatten(contents, frozen)
     flat.assign_writers(ranks)

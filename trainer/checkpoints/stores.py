@@ -73,7 +73,7 @@ def require_writable(address: str) -> None:
 
 
 def retried(address: str, request: Callable[..., T], *arguments: Any, **options: Any) -> T:
-    """Make a request, retrying it a few times, and return the result. Raises OSError, with the address in its message.
+    """Make a request, retrying it a few times, and return the result. Raises an OSError that includes the address.
 
     Errors in LASTING are raised immediately and unchanged. Some object store libraries also retry requests, but not
     after all errors.

@@ -20,7 +20,7 @@ DTYPE_NAMES = {
 
 
 def write_tensors(file: HashedFile, tensors: Mapping[str, Tensor], **metadata: str) -> FileSum:
-    """Write and sync a new safetensors file. Tensors that are on a device or not contiguous are copied one at a time.
+    """Write and sync a new safetensors file. Noncontiguous and accelerator tensors are copied one at a time.
 
     The safetensors library's own writer rejects tensors that share memory (tied weights), and would require a second
     pass to compute the hash.

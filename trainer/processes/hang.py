@@ -211,7 +211,7 @@ class Watchdog:
                 report_at = 2 * max(stalled, report_at)
 
     def _look(self, stalled: float) -> None:
-        """If this rank makes no progress, write its position to the board and respond to other ranks' alarms."""
+        """If this rank is making no progress, write its position to the board and respond to other ranks' alarms."""
         board = self._connect()
         if board is None:
             return

@@ -93,8 +93,8 @@ def is_loopback(host: str) -> bool:
 def keep_to_loopback() -> None:
     """Restrict gloo and NCCL to the loopback interface, unless the user has chosen a different one.
 
-    By default, gloo and NCCL use the interface that this machine's name resolves to, and other machines can connect to
-    it.
+    By default, gloo and NCCL use the interface that this machine's name resolves to, which accepts connections from
+    other machines.
     """
     name = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), "")
     for library in ("GLOO", "NCCL", "TP") if name else ():

@@ -127,7 +127,7 @@ def _is_outside_loader(stack: list[Frame]) -> bool:
 
 
 def dump_stacks_to(file: IO[str] | None) -> None:
-    """Let loader workers that are forked later write their stacks to `file` when they receive DUMP."""
+    """Make loader workers that are forked later write their stacks to `file` when they receive DUMP."""
     global _dump_file
     _dump_file = file
 

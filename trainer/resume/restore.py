@@ -117,7 +117,7 @@ def replay_schedules(trainer: "Trainer", saved: Mapping[str, Any], before: Mappi
     """Advance the schedulers with changed settings to the saved step. Return the replays, keyed by scheduler index.
 
     The learning rate then follows the current schedule. Schedulers are not replayed if they include ReduceLROnPlateau,
-    if the task steps them, or if an optimizer has several of them, because each multiplies the others' results.
+    if the task steps them, or if an optimizer has several of them, because each one multiplies the others' results.
     """
     optimization, replays = trainer.current_run.optimization, {}
     optimizers = [getattr(optimizer, "original", optimizer) for optimizer in optimization.optimizers]

@@ -168,8 +168,8 @@ class Saver:
         """Write a checkpoint of the current state, after any pending logging point. All ranks must call this.
 
         Args:
-            share_frozen: see `Checkpoint`. The default, False, stores all weights in the checkpoint, because it may be
-                stored anywhere.
+            share_frozen: see `Checkpoint`. The default, False, stores all weights in the checkpoint, because the
+                checkpoint may be stored anywhere.
 
         Raises CheckpointError if the save fails or if the previous background save failed. After a failed background
         save, a foreground save still writes its checkpoint before it raises the error.

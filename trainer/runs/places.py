@@ -145,7 +145,7 @@ def folder_to_read(directory: Path | None, newest: Location | None) -> Location 
 
 
 def is_same_run(directory: Path | None, checkpoint: Location | None) -> bool:
-    """Return whether a checkpoint was written by the run in a run directory, even if it is in another folder."""
+    """Return whether a checkpoint was written by the run in a run directory, even if stored in another folder."""
     if directory is None or checkpoint is None:
         return False
     if location_of(directory.resolve()) in checkpoint.resolve().parents:
@@ -155,7 +155,7 @@ def is_same_run(directory: Path | None, checkpoint: Location | None) -> bool:
 
 
 def run_of(checkpoint: Location, root: Location, name: str) -> Path | None:
-    """Return the directory of the run that wrote a checkpoint; None if it is not found.
+    """Return the directory of the run that wrote a checkpoint; None if the directory is not found.
 
     Searches the folders that contain the checkpoint, up to `root`, and the run directories with this name.
     """

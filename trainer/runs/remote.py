@@ -60,7 +60,7 @@ class RemoteLock(RunLock):
         vars(self).update(state)
 
     def take(self, patient: bool = False) -> None:
-        """Take both locks, download files that the run wrote elsewhere, and start mirroring the local folder."""
+        """Take both locks, download files written by this run on other machines, and mirror the local folder."""
         super().take(patient)
         try:
             self.object.take(patient)

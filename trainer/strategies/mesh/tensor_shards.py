@@ -104,7 +104,7 @@ class TensorShards:
         return like(inputs, output if layer.bias is None else output + local(layer.bias), Replicate())
 
     def _cut(self, tensor: Tensor, dim: int) -> list[Any]:
-        """Split a tensor into this process's shards. Each has the memory layout that a single shard would have."""
+        """Split a tensor into this process's shards. Each shard has the memory layout of a single shard."""
         return with_allocated_memory([*local(tensor).chunk(len(self.owned), dim)])  # type: ignore[no-any-return]
 
     def add_up(self, values: Iterable[Tensor]) -> Tensor:
