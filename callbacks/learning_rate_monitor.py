@@ -63,7 +63,7 @@ class LearningRateMonitor(Callback):
         self._logged_step, self._rates_of_step = -1, None
 
     def on_train_epoch_start(self, trainer: "Trainer", task: "Task") -> None:
-        """Log the epoch's rates, unless the run was resumed mid-epoch."""
+        """Log the epoch's rates unless the run resumed mid-epoch."""
         self._logged_step, self._rates_of_step = -1, None
         if trainer.state.epoch_steps == 0:
             self._log(trainer, trainer.global_step, self._rates(trainer, "epoch"))

@@ -1,4 +1,4 @@
-"""Converts hyperparameters for loggers, to YAML or to flat names."""
+"""Converts hyperparameters to YAML or to flat names for loggers."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -103,7 +103,7 @@ class Logger:
         """Write Markdown text, such as the config."""
 
     def log_graph(self, model: Any, input_array: Any = None) -> None:
-        """Record the graph of a model, if the logger supports it."""
+        """Record the graph of a model if the logger supports it."""
 
     def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
         """Called on rank 0 after a Checkpoint callback saves. A background save may not be complete yet."""

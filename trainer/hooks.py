@@ -142,7 +142,7 @@ def check_hook_arguments(owner: Task | DataModule | Callback) -> None:
 
 
 def describe_misnomers(owner: Task | DataModule | Callback) -> Iterator[str]:
-    """Yield a message for each method that Legato never calls but whose name resembles that of a hook or step."""
+    """Yield a message for each method that Legato never calls although its name resembles a hook or step."""
     base, hooks, steps = names_of(owner)
     hook_names, step_names = set(hooks), set(steps)
     inherited = {name for kind in base.__mro__ for name in vars(kind)}

@@ -90,7 +90,7 @@ class Preemption:
             raise Preempted
 
     def until_preempted(self, batches: Iterable[ReplicaBatch]) -> Iterator[ReplicaBatch]:
-        """Yield a validation's batches. Raises Preempted, on every rank, if any rank receives a termination signal."""
+        """Yield a validation's batches. Raises Preempted on every rank if any rank receives a termination signal."""
         if not self.started:
             yield from batches
             return

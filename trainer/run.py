@@ -164,7 +164,7 @@ class Call:
         return f"{self.loop.doing} at step {self.state.global_step}" if self.stage == "fit" else self.loop.doing
 
     def check_losses(self) -> None:
-        """Raise NonFiniteError, on every rank, if a loss since the last check was not finite."""
+        """Raise NonFiniteError on every rank if a loss since the last check was not finite."""
         self.strategy.timeouts.end_startup()
         if self.trainer.nan == "raise":
             try:
@@ -305,7 +305,7 @@ class Run(Call):
         """Return the latest step's values over all replicas, and reach the same agreement as `agree_on_stop`.
 
         If the same ranks take part in both, a single collective carries losses, names, values and requests to stop.
-        Raises NonFiniteError, on every rank, if a loss since the last check was not finite.
+        Raises NonFiniteError on every rank if a loss since the last check was not finite.
         """
         self.strategy.timeouts.end_startup()
         checks, agreement, step = self.trainer.nan == "raise", self.agreement, self.state.global_step
@@ -418,7 +418,7 @@ class Run(Call):
             log.warning("%s", problem)
 
     def hint_at_few_points(self) -> None:
-        """Log a hint if the run has fewer steps than log_every_n_steps, so only its last step is logged."""
+        """If the run has fewer steps than log_every_n_steps, log a hint that only its last step is logged."""
         trainer = self.trainer
         steps, every = trainer.estimated_stepping_batches, trainer.log_every_n_steps
         if steps < every and trainer.loggers and trainer.is_global_zero:
@@ -445,7 +445,7 @@ class Run(Call):
         (self.hooks.call_early if stage == "train" else self.hooks.call)(name)
 
     def refuse_empty_epoch(self) -> None:
-        """Raise DataError if the training loader yielded no batch in the epoch."""
+        """Raise DataError if the training loader yielded no batches in the epoch."""
         if self.state.epoch_steps or self.loop.epoch_skipped or self.schedule.stops_here():
             return
         raise DataError(

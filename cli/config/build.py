@@ -86,7 +86,7 @@ def build_config(config: Config) -> ConfiguredRun:
 
 
 def build_arguments(config: Config, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return Trainer arguments in which built objects, such as a user's strategy, replace their mappings."""
+    """Return Trainer arguments with mappings replaced by built objects, such as a user's strategy."""
     built: Mapping[str, Any] = _Builder(config).arguments(arguments, ("trainer",), "Trainer", TRAINER)[0]
     return built
 

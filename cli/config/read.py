@@ -351,7 +351,7 @@ def find_config_file(path: Path, above: tuple[Path, ...] = ()) -> Path:
     """Find a config file at `path`, in the project's configs/, or among the configs that come with Legato.
 
     Args:
-        above: The files that extend this file, the innermost last.
+        above: The files that extend this file, ordered from outermost to innermost.
 
     Raises ConfigError if the file does not exist.
     """

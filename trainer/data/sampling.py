@@ -148,7 +148,7 @@ class Layout:
 
 
 class BatchSpan(NamedTuple):
-    """One batch of one replica: positions [start, stop) of the epoch's order; not empty."""
+    """A non-empty batch of one replica: positions [start, stop) in the epoch's order."""
 
     replica: int
     round: int

@@ -96,7 +96,7 @@ class Dealing:
 def apply_limit(limit: int | float, count: int | None) -> int | None:
     """Return how many of `count` batches remain under a limit, which is a number (int) or a fraction (float).
 
-    A count or result of None means that the number is unknown.
+    For both `count` and the result, None means that the number is unknown.
     """
     # 1 is one batch, 1.0 is all of them
     if isinstance(limit, float):

@@ -106,7 +106,7 @@ class TrackedLoader:
         self.newest, self.batch = worker, batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the readers' states after the latest batch recorded by `note`; empty if there are none."""
+        """Return the readers' states after the latest batch recorded by `note`, or an empty dict if there are none."""
         if not self.states:
             return {}
         states = [[worker, *pair] for worker, pair in sorted(self.states.items())]

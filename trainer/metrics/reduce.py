@@ -74,7 +74,7 @@ def key_of(name: str, in_step: bool) -> str:
 
 @dataclass
 class Reduced:
-    """Values of one logging point, the same on every rank."""
+    """Values of a logging point, which are the same on every rank."""
 
     all: dict[str, float] = field(default_factory=dict)
     """Values for `trainer.callback_metrics`."""
@@ -128,7 +128,7 @@ def accumulate(sums: dict[int, list[float]], replica: int, kind: str, value: flo
 
 
 def extreme(kind: str, values: Sequence[float]) -> float:
-    """Return the minimum or maximum; NaN if any value is NaN, as in torch."""
+    """Return the minimum or maximum, or NaN if any value is NaN, as in torch."""
     # whether Python's min and max return a NaN depends on its position, that is, on the replicas
     if any(map(math.isnan, values)):
         return math.nan

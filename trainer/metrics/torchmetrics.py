@@ -201,7 +201,7 @@ def must_stay_apart(metric: Any) -> bool:
 
 
 def metrics_within(metrics: Iterable[Any]) -> list[Any]:
-    """Return metrics and the metrics nested in them (compositions, wrappers), each once."""
+    """Return metrics and the metrics nested in them (compositions, wrappers), without duplicates."""
     every = (module for metric in metrics for module in metric.modules() if is_metric(module))
     return list({id(module): module for module in every}.values())  # by id, as a metric's hash depends on its states
 
@@ -282,7 +282,7 @@ def merged_state(reduction: Any, values: list[Any], counts: list[int]) -> Any:
 
 
 def value_of(metric: Any) -> float:
-    """Compute a metric from its current states, which must be merged over all ranks."""
+    """Compute a metric from its current states, which must already be merged over all ranks."""
     # without torchmetrics' sync and its warning on ranks without an update
     parts = metrics_within([metric])
     before = [(set_synced(part, False), part.update_count) for part in parts]

@@ -71,7 +71,7 @@ class BatchWeights:
     def divide_gradients(self, step: StepInput) -> Tensor | float:
         """Divide the step's gradients by the sum of its batches' weights. All ranks must call this.
 
-        Returns the divisor, which is 1.0 if no batch has a weight. Raises TaskError, on all ranks, if only some batches
+        Returns the divisor, which is 1.0 if no batch has a weight. Raises TaskError on all ranks if only some batches
         have a weight.
         """
         ranks = self.strategy.data_ranks

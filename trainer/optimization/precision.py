@@ -117,7 +117,7 @@ class Precision:
         return gradient is not None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the scaler's state as plain numbers; empty if there is no scaler."""
+        """Return the scaler's state as plain numbers, or an empty dict if there is no scaler."""
         return {} if self.scaler is None else self.scaler.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
