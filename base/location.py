@@ -46,7 +46,7 @@ class Address(str):
         return [] if self.endswith("://") else [self.parent, *self.parent.parents]
 
     def resolve(self) -> "Address":
-        """Return the address unchanged: stores have no links."""
+        """Return the address unchanged, because stores have no links."""
         return self
 
     def absolute(self) -> "Address":

@@ -51,7 +51,7 @@ def write(
 def commit(checkpoint: Location, flat: FlatState, ranks: Ranks = SINGLE, run: str = "") -> None:
     """Write a checkpoint whose writers have been assigned; see `write`.
 
-    On failure, raises CheckpointError on every rank. An existing checkpoint is then left unchanged.
+    On failure, raises CheckpointError on every rank and leaves any existing checkpoint unchanged.
     """
     checkpoint = to_absolute(checkpoint)
     folder, name, is_first = folder_at(checkpoint.parent), checkpoint.name, ranks.rank == 0

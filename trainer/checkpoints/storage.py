@@ -113,7 +113,7 @@ class Folder(Protocol):
 
 
 class LocalFolder:
-    """A folder in a file system that all ranks share."""
+    """A folder on a file system shared by all ranks."""
 
     def __init__(self, path: Path) -> None:
         self.path = self.location = path

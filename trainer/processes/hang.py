@@ -69,7 +69,7 @@ class Board:
         self._idle = threading.Lock()
 
     def write(self, topic: str, note: Any) -> None:
-        """Write this rank's note on a topic; None deletes it."""
+        """Write this rank's note on a topic; None deletes the note."""
         self._ask("set", f"{topic}/{self.rank}", json.dumps(note))
 
     def read(self, topic: str) -> dict[int, Any]:

@@ -141,7 +141,7 @@ def samples_of(trainer: TrainerArguments, loader: Any, rounds: int | None, dealt
 
 
 def _describe_loader(loader: Any, dealt_out: bool) -> dict[str, Any]:
-    """Return the settings that determine a loader's samples, excluding its length if it may yield only a share."""
+    """Return the settings that determine a loader's samples, excluding its length if it may not yield all data."""
     batch_sampler, sampler = getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)
     dataset = getattr(loader, "dataset", None)
     samples = length_of(dataset) if dataset is not None else length_of(loader)

@@ -65,7 +65,7 @@ def _match_groups(kind: str, saved: Names, names: Names) -> list[int]:
 
 
 def differences(missing: list[str], unexpected: list[str], shapes: Sequence[str] = ()) -> str:
-    """Describe how the parameter names of a checkpoint differ from those of a run."""
+    """Describe how the parameter names in a checkpoint differ from those in a run."""
     clauses = (("it lacks", missing), ("it has unknown", unexpected), ("other shapes:", sorted(shapes)))
     return "; ".join(_few(words, names) for words, names in clauses if names)
 

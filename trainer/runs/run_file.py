@@ -42,7 +42,7 @@ class RunFile:
         """Mark the run as running.
 
         Args:
-            values: further fields, as listed in the module's docstring.
+            values: additional fields, as listed in the module's docstring.
         """
         if _owns(directory, stage):
             previous = {**read(directory), "state": RUNNING, "began": time.time()}

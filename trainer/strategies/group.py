@@ -182,7 +182,7 @@ class FlatSum:
                 parameter.grad /= divisor
 
     def _buffer(self, kind: Kind, length: int) -> Tensor:
-        """Return a buffer of `length` numbers, which all steps reuse. New memory costs a page fault per 4 KiB."""
+        """Return a buffer of `length` numbers, reused in every step. New memory would cost a page fault per 4 KiB."""
         if kind not in self.buffers or self.buffers[kind].numel() < length:
             self.buffers[kind] = torch.empty(length, dtype=kind[0], device=kind[1])
         return self.buffers[kind][:length]

@@ -49,7 +49,7 @@ class StateDicts:
         return task.state_dict()
 
     def load_model(self, task: "Task", weights: Mapping[str, Any], strict: bool) -> None:
-        """Load a state dict that `model` returned, possibly under another layout."""
+        """Load a state dict returned by `model`, possibly under a different layout."""
         task.load_state_dict(dict(weights), strict=strict)
 
     def optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -57,7 +57,7 @@ class StateDicts:
         return optimizer.state_dict()
 
     def load_optimizer(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Load a state dict that `optimizer` returned, possibly under another layout."""
+        """Load a state dict returned by `optimizer`, possibly under a different layout."""
         optimizer.load_state_dict(state)
 
     def parameter_names(self, task: "Task", optimizer: Optimizer) -> list[list[str]] | None:

@@ -269,7 +269,7 @@ class Bucket:
     def _allocate(self, nodes: int) -> None:
         """Allocate the send and receive buffers if there are none yet.
 
-        They are reused in later steps, because new memory costs a page fault per 4 KiB.
+        They are reused in later steps, because new memory would cost a page fault per 4 KiB.
         """
         if self.outgoing.numel() == 0:
             world, share = self.layout.processes, self.share

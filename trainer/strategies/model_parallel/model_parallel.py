@@ -218,7 +218,7 @@ class DDPModelParallelStrategy(DDPStrategy):
 
     # --- the step ---------------------------------------------------------------------------------------------------
     def training_step(self, arguments: Sequence[Any], replica: int | None, last: bool) -> Any:
-        """Call training_step, once per micro-batch if there are several."""
+        """Call training_step, once per micro-batch if the batch is split."""
         if self.micro_batches == 1 or self.ddp is not None:
             return super().training_step(arguments, replica, last)
         if self.by_replica:
