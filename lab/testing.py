@@ -34,10 +34,11 @@ def check_strategy(make: Callable[[], "Strategy | str"], processes: Sequence[int
 
     A strategy must obey these rules:
 
-    1. When training starts, all ranks have rank 0's weights. 2. A step's gradient is the gradient of the mean loss over
-    all samples in the step. 3. All ranks have the same gradient and the same buffers. The buffers are those of the
-    first replica. 4. All ranks take the same number of steps, including ranks without a batch. 5. A run that is stopped
-    and resumed ends with the same weights as an uninterrupted run. Between steps,
+    1. When training starts, all ranks have rank 0's weights.
+    2. A step's gradient is the gradient of the mean loss over all samples in the step.
+    3. All ranks have the same gradient and the same buffers. The buffers are those of the first replica.
+    4. All ranks take the same number of steps, including ranks without a batch.
+    5. A run that is stopped and resumed ends with the same weights as an uninterrupted run. Between steps,
        the strategy must not keep any state that the checkpoint does not contain.
 
     A strategy may let weights differ between ranks during training. In a run with multiple ranks, its `weight_ranks`
