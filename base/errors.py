@@ -3,7 +3,7 @@
     LegatoError
     |-- ConfigError       (ValueError)       a setting, file or argument is wrong; raised before the run starts
     |-- TaskError         (TypeError)        the task, one of its hooks or the result of a step is wrong
-    |-- DataError         (ValueError)       a loader or sampler does not fit the run
+    |-- DataError         (ValueError)       a loader or sampler is not compatible with the run
     |-- CheckpointError   (ValueError)       a checkpoint is missing, damaged or from another model
     |-- NonFiniteError    (ArithmeticError)  a loss or gradient is NaN or infinite
     |-- CorruptionError   (ArithmeticError)  recomputing a step gave different bits
@@ -37,7 +37,7 @@ class TaskError(LegatoError, TypeError):
 
 
 class DataError(LegatoError, ValueError):
-    """Raised if a loader or sampler does not fit the run."""
+    """Raised if a loader or sampler is not compatible with the run."""
 
 
 class CheckpointError(LegatoError, ValueError):

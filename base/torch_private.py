@@ -109,7 +109,7 @@ def version_of(tensor: Tensor) -> int:
 
 @contextmanager
 def faking_tensors() -> Iterator[str]:
-    """Create fake tensors (without memory) in this context. Yields the device to create them on."""
+    """In this context, create fake tensors, which use no memory. Yields the device to create them on."""
     # not the device "meta", on which autocast has no effect and all activations would have full precision
     from torch._subclasses.fake_tensor import FakeTensorMode
 

@@ -394,7 +394,7 @@ def sync_folder(path: Path) -> None:
 
 
 def free_space_check(folder: Path, needed_bytes: int) -> None:
-    """Raise CheckpointError if a save does not fit into the free space on a folder's disk."""
+    """Raise CheckpointError if a folder's disk does not have enough free space for a save."""
     free = shutil.disk_usage(folder).free
     if free < needed_bytes + _SLACK:
         raise CheckpointError(

@@ -92,7 +92,7 @@ class SharedMetrics(Metrics):
             super().flush()
 
     def drop_step(self) -> None:
-        """Ignore all values of the latest step, including values logged after this call."""
+        """Ignore all values from the latest step, including values logged after this call."""
         self.unshared = [row for row in self.unshared if row[4] not in (self.step, self.dropped)]
         super().drop_step()
 

@@ -41,7 +41,7 @@ T = TypeVar("T")
 ANSWER_SECONDS = 3.0
 """Seconds for ranks to write to the board, and for rank 0 to keep the store open after a failure."""
 STORE_SECONDS = 10.0
-"""Seconds within which the store must respond."""
+"""Maximum time in seconds for the store to respond."""
 REPORT_SECONDS = 120.0
 """Minimum seconds without progress before a report."""
 LONGEST_STEPS = 20
@@ -151,7 +151,7 @@ class Watchdog:
         self.shows_position = self.reported_failure = False
         """True while this rank's position is on the board; true once this rank has reported it after a failure."""
         self.failed_stack: list[Frame] | None = None
-        """Stack of the main thread when its collective failed. The current stack is that of the code reporting this."""
+        """Stack of the main thread when its collective failed. Later, its stack is that of the reporting code."""
         self.succeeded = False
         """True if the run was closed without an error."""
         self.thread = threading.Thread(target=self._watch, name="legato-watchdog", daemon=True)

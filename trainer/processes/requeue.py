@@ -10,7 +10,7 @@ from ...base.place import current_rank
 log = logging.getLogger("legato")
 
 SLURM_ANSWERS = 60.0
-"""Seconds within which squeue and scontrol must respond."""
+"""Maximum time in seconds for squeue and scontrol to respond."""
 
 
 def requeue_job(number: int) -> None:

@@ -36,7 +36,7 @@ class SaveProgress:
         self.progressed_at = time.monotonic()
 
     def has_progressed(self, seconds: float) -> bool:
-        """Return whether a save in progress has made progress within the last `seconds`."""
+        """Return whether an ongoing save has made progress within the last `seconds`."""
         return self.under_way > 0 and time.monotonic() < self.progressed_at + seconds
 
 

@@ -253,13 +253,13 @@ class Failure:
     communication: bool = False
     """True if the worker only noticed that another rank had exited."""
     signal: int = 0
-    """Signal that ended the worker, SIGINT for a KeyboardInterrupt; 0 if there is none."""
+    """Signal that ended the worker (SIGINT for a KeyboardInterrupt); 0 if there is none."""
     is_forced: bool = False
-    """True if the worker was killed because it did not respond to that signal."""
+    """True if the worker was killed because it did not respond to `signal`."""
     rank: int = 0
     world_size: int = 1
     when: float = field(default_factory=time.monotonic)
-    """Time of the failure in seconds of the machine's monotonic clock."""
+    """Time of the failure in seconds, according to the machine's monotonic clock."""
 
     @classmethod
     def of_exception(cls, error: BaseException, named: frozenset[str] = frozenset()) -> "Failure":

@@ -25,7 +25,7 @@ Built = TypeVar("Built", bound=Hyperparameters)
 TaskType = TypeVar("TaskType", bound="Task")
 DataModuleType = TypeVar("DataModuleType", bound="DataModule")
 MapLocation = torch.device | str | int | Callable[..., Any] | Mapping[str, str] | None
-"""Device of the weights. A callable, as in torch.load, is ignored, and the weights remain on the CPU."""
+"""Device for the weights. A callable, which torch.load accepts, is ignored, and the weights remain on the CPU."""
 
 
 def rebuild_task(

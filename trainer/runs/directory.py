@@ -165,7 +165,7 @@ class RunDirectory:
     # --- contents ---------------------------------------------------------------------------------------------------
     @cached_property
     def config(self) -> dict[str, Any]:
-        """Config used to train the latest weights, by dotted key; {} for a run started by a script."""
+        """Config used to train the latest weights, with dotted keys; {} for a run started by a script."""
         values = self.status.get("config")
         return values if isinstance(values, dict) else {}
 

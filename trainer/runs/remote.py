@@ -35,7 +35,7 @@ EVERY = 60.0
 AT_ONCE = 8
 """Number of files downloaded in parallel."""
 READ = {RUN_FILE, POINTS_FILE, CONFIG, GIVEN_CONFIG, RECORD, EPOCHS, LOCK}
-"""Files that a reader of runs needs, in addition to the folder `starts`."""
+"""Files needed to read a run, in addition to the folder `starts`."""
 
 
 class RemoteLock(RunLock):

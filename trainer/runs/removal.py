@@ -29,7 +29,7 @@ REMOVABLE: Mapping[str, tuple[str, ...]] = {
     "hang": ("rank-*.txt",),
     STARTS: ("*.yaml",),
 }
-"""Patterns of the files that Legato writes to each folder of a run; `""` is the run directory itself."""
+"""Patterns for the files that Legato writes to each folder of a run; `""` is the run directory itself."""
 
 
 def is_own_run(directory: Path) -> bool:

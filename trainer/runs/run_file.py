@@ -26,7 +26,7 @@ from ..checkpoints.storage import replace_file
 
 STARTING, RUNNING, DONE, FAILED, PREEMPTED = "starting", "running", "done", "failed", "preempted"
 LONGEST_TRACEBACK = 20_000
-"""Maximum number of characters of a stored traceback. A longer traceback is truncated at its start."""
+"""Maximum number of characters in a stored traceback. A longer traceback is truncated at its start."""
 _RESUME_ME = 75  # as in processes/signals.py, whose imports a reader does not need
 _BEFORE = (".run", "status.json")
 
@@ -113,7 +113,7 @@ def config_of(text: str | None, explicit: str | None) -> dict[str, Any]:
 
 
 def flat_config(text: str) -> dict[str, Any]:
-    """Return the values of a YAML config, keyed by dotted key. A list is a single value."""
+    """Return the values of a YAML config as a dict with dotted keys. A list is a single value."""
     import yaml  # not at the top: readers of runs do not need it
 
     flat: dict[str, Any] = {}

@@ -120,7 +120,7 @@ class Strategy:
         self.own_backward = self.plain_backward = False
         """Whether the task overrides `backward`; whether torch's backward suffices."""
         self.engine: Callable[..., Any] | None = None
-        """The function behind torch.autograd.backward; None if this version of torch has another signature."""
+        """The function that torch.autograd.backward calls; None if it cannot be called directly."""
 
     # --- placement --------------------------------------------------------------------------------------------------
     def local_processes(self, devices: Sequence[torch.device]) -> int:
