@@ -449,8 +449,8 @@ class Run(Call):
         if self.state.epoch_steps or self.loop.epoch_skipped or self.schedule.stops_here():
             return
         raise DataError(
-            f"The training loader yielded no batch in epoch {self.state.epoch}. A generator is exhausted after one "
-            f"epoch. Pass a DataLoader, a list or another iterable that starts over at each iter() call."
+            f"The training loader yielded no batches in epoch {self.state.epoch}. A generator is exhausted after one "
+            f"epoch. Pass a DataLoader, a list or another iterable that starts over on each iter() call."
         )
 
     def save_cut_epoch(self, complete: bool) -> None:

@@ -216,7 +216,7 @@ def test_an_empty_evaluation_loader_is_skipped(trainer, caplog, stage):
 
 
 def test_a_stream_without_anything(refused):
-    assert "yielded no batch in epoch 0" in refused(DataError, Tiny(), DataLoader(Nothing(), 4))
+    assert "yielded no batches in epoch 0" in refused(DataError, Tiny(), DataLoader(Nothing(), 4))
 
 
 def test_a_limit_that_leaves_nothing(refused):

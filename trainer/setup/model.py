@@ -72,7 +72,7 @@ def make_run(call: Call, saved: dict[str, Any] | None) -> Run:
 
 
 def find_numerics(call: Call, optimization: Optimization) -> dict[str, Any]:
-    """Return the settings that affect the bits of results. Under `bitwise`, all ranks must have the same settings."""
+    """Return the settings that affect the exact bits of results. Under `bitwise`, they must be equal on all ranks."""
     strategy, options = call.strategy, call.trainer.compile
     numerics = kernels.numerics(optimization.optimizers, strategy.precision.name, strategy.device, options)
     numerics |= {"micro_batches": strategy.micro_batches, "tensor_shards": strategy.tensor_shards}

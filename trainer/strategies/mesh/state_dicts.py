@@ -69,7 +69,7 @@ class MeshStateDicts(ShardedStateDicts):
 
 
 def _with_layout(value: Any, parameter: Tensor) -> Any:
-    """Return a value of an optimizer's state, sharded in the same way as its parameter unless it is a scalar.
+    """Return a value from an optimizer's state, sharded in the same way as its parameter unless it is a scalar.
 
     Raises CheckpointError if the value and the parameter have different shapes.
     """

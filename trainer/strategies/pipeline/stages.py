@@ -49,8 +49,8 @@ class Stage(nn.Module):
                 raise TaskError(
                     f"{name!r} failed ({type(error).__name__}: {error}). In a pipeline, the only argument of a block "
                     f"is the output of the previous block. Transformer layers also need masks and rotary embeddings, "
-                    f"which their model computes between blocks. A pipeline does not support this. Use strategy=fsdp, "
-                    f"tensor instead of pipeline, or strategy=ddp_model_parallel."
+                    f"which their model computes between blocks. A pipeline does not support this. Replace "
+                    f"pipeline with tensor, or use strategy=fsdp or ddp_model_parallel."
                 ) from error
         for buffer, value in zip(buffers, before, strict=True):
             buffer.data.copy_(value)  # .data, because autograd may have saved the buffer for backward
