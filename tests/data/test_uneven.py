@@ -288,7 +288,7 @@ def test_manual_optimization_refuses_shares_that_end_unevenly():
             optimizer.step()
 
     def work():
-        with pytest.raises(DataError, match="in step 6 of epoch 0 only 1 of 2 processes had one left"):
+        with pytest.raises(DataError, match="in step 6 of epoch 0, only 1 of 2 processes had one left"):
             train_on_shares(((10, 2), (26, 3)), task=Manual())
         return train_on_shares(((10, 2), (15, 3)), task=Manual())
 

@@ -192,5 +192,5 @@ def test_a_replay_on_other_data_is_refused(tmp_path):
     trainer, task, data = make(log_every_n_steps=1)
     trainer.fit(task, data)
     assert lg.lab.replay(trainer.run_dir, 4, make=make).holds
-    with pytest.raises(DataError, match="samples of the dataset have changed"):
+    with pytest.raises(DataError, match="samples in the dataset have changed"):
         lg.lab.replay(trainer.run_dir, 4, make=lambda: make(1.0))

@@ -69,4 +69,4 @@ def test_a_transformer_is_proven_and_its_changed_dataset_is_told(processes, fold
     assert main([*words, "again"]) == 1
     certificate = json.loads((folder / "again/certificate.json").read_text())
     assert certificate["segments"][0]["processes"] == processes
-    assert "the samples of the dataset have changed" in certificate["segments"][0]["differences"][0]
+    assert "the samples in the dataset have changed" in certificate["segments"][0]["differences"][0]
