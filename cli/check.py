@@ -25,7 +25,7 @@ from ..base.errors import ConfigError, LegatoError, WorkerError, did_you_mean
 from ..base.location import Address, to_absolute
 from ..base.messages import is_quiet
 from ..base.place import find_place
-from ..base.quantities import first_validation, format_bytes, time_taken
+from ..base.quantities import counted, first_validation, format_bytes, time_taken
 from ..base.run_names import CHECKPOINTS
 from ..callbacks.checkpoint import Checkpoint
 from ..callbacks.checkpoint_callback import CheckpointCallback
@@ -143,10 +143,9 @@ def run_check(options: Namespace) -> None:
     if not quiet:
         print(report.text())
     if report.problems:
-        count = len(report.problems)
         indented = [problem.replace("\n", "\n     ") for problem in report.problems]
         listed = "\n".join(f"  {index + 1}. {problem}" for index, problem in enumerate(indented))
-        raise ConfigError(f"the check found {count} problem{'s' if count > 1 else ''}:\n{listed}")
+        raise ConfigError(f"the check found {counted(len(report.problems), 'problem')}:\n{listed}")
     print("All is well.")
 
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...base.errors import DisagreementError, TaskError
+from ...base.quantities import counted
 from ...base.tensors import map_tensors
 from .ranks import Ranks
 
@@ -70,8 +71,7 @@ def _refuse_in_step(run: Any, size: int, sync_grads: bool) -> None:
     if not run.loop.open or not (run.metrics.in_step and run.metrics.in_batch):
         return
     doing, strategy, option = run.loop.doing, run.strategy, "with sync_grads=True " if sync_grads else ""
-    replicas, count = run.state.replicas, strategy.data_ranks.size
-    processes = f"{count} process{'es' * (count > 1)}"
+    replicas, processes = run.state.replicas, counted(strategy.data_ranks.size, "process")
     if doing == "train" and strategy.cuts_batches:
         raise TaskError(
             f"training_step calls all_gather {option}on a part of its batch, because strategy {strategy.name!r} splits "

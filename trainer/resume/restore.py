@@ -9,6 +9,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ...base.errors import CheckpointError, ConfigError, did_you_mean
 from ...base.location import to_location
+from ...base.quantities import counted
 from ...base.torch_private import mark_stepped, schedulers_within
 from ..checkpoints.storage import is_file
 from ..optimization import kernels
@@ -47,9 +48,9 @@ def start_state(trainer: "Trainer", saved: Mapping[str, Any] | None) -> None:
         vars(state).update(restored.to_dict())
         if asked is None and trainer.is_global_zero and restored.replicas > processes:
             log.info(
-                "The run keeps its %d replicas, which take turns on %d process%s, so each step has the same samples as "
+                "The run keeps its %d replicas, which take turns on %s, so each step has the same samples as "
                 "before. To change their number, start a new run from the weights (Task.load_from_checkpoint).",
-                restored.replicas, processes, "es" * (processes > 1),
+                restored.replicas, counted(processes, "process"),
             )  # fmt: skip
         trainer.saver.run_id = saved.get("run_id") or trainer.saver.run_id
     elif state.global_step == 0:

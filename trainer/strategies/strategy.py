@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from ...base import torch_private
 from ...base.errors import ConfigError, TaskError, first_names
 from ...base.place import Place
+from ...base.quantities import counted
 from ..accelerators import has_streams, make_current
 from ..data.sampling import Layout
 from ..data.transfer import align_in_place, to_device
@@ -179,7 +180,7 @@ class Strategy:
         if trainer.reproducible == "bitwise":
             reason, remedy = "reproducible: bitwise sums in another order", "Set reproducible: order"
         elif processes != replicas:
-            reason = f"this run has {replicas} replicas on {processes} process{'es' if processes > 1 else ''}"
+            reason = f"this run has {replicas} replicas on {counted(processes, 'process')}"
             remedy = f"Start {replicas} processes under strategy=ddp, or start a new run with replicas={processes}"
         else:
             reason = f"strategy {self.name!r} cannot do this"

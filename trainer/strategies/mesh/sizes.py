@@ -9,6 +9,7 @@ from math import prod
 from typing import Literal, NamedTuple
 
 from ....base.errors import ConfigError
+from ....base.quantities import counted
 
 Size = int | Literal["auto"]
 
@@ -37,7 +38,7 @@ def fit_sizes(asked: Mapping[str, Size], processes: int, machines: int = 1) -> S
     fixed = {axis: size for axis, size in asked.items() if size != "auto"}
     product = prod(fixed.values())
     axes = " x ".join(f"{axis} {size}" for axis, size in asked.items())
-    count = f"{processes} process{'es' if processes > 1 else ''}"
+    count = counted(processes, "process")
     if machines > 1:
         count += f" ({machines} machines x {processes // machines})"
     remedy = "Change trainer.devices and trainer.num_nodes, or the axes"
