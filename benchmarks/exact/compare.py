@@ -42,7 +42,7 @@ REASONS = {
     "pipeline": "partial sums over micro-batches",
     "ddp_rpc": "sums on a server",
 }
-"""Reasons why the last bits under `order` may differ from those of one process, by strategy."""
+"""Reasons why low-order bits under `order` may differ from those of one process, by strategy."""
 
 
 def judge(row: Row) -> Result:
@@ -69,7 +69,7 @@ def judge(row: Row) -> Result:
 
 
 def reason_of(row: Row) -> str | None:
-    """Return the reason why the last bits of a row may differ from its reference; None if they may not."""
+    """Return the reason why low-order bits of a row may differ from its reference; None if they may not."""
     if row.reproducible == "bitwise":
         return None
     if is_joined(row):

@@ -221,7 +221,7 @@ def test_layout_gives_contiguous_balanced_blocks() -> None:
 
 
 def test_layout_refuses_more_processes_than_replicas() -> None:
-    with pytest.raises(ConfigError, match=r"but 6 processes. Start at most 4 processes.*trainer\.replicas=6"):
+    with pytest.raises(ConfigError, match=r"but 6 processes\. Start at most 4 processes.*trainer\.replicas=6"):
         Layout(4, 6)
 
 

@@ -155,7 +155,8 @@ def test_it_warns_with_the_ranks_name(capfd):
     run_workers(work, 2, threads=1)
     errors = capfd.readouterr().err
     assert errors.count("Rank 1 is the slowest: it works for 0.") == 1
-    assert "s on average (" in errors
+    assert " s per step, and the others wait " in errors
+    assert " s on average (" in errors
 
 
 def test_one_process_has_nobody_to_wait_for(trainer):

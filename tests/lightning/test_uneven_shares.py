@@ -198,7 +198,8 @@ def test_a_resume_on_fewer_processes_repeats_the_same_samples(three):
 
 def test_a_stream_that_does_not_split_itself_is_refused_by_name():
     """In Lightning, each process would train on all of it."""
-    words = r"even'.* but DataLoader over Stream does not .* let each process yield its own share, with"
+    reason = r"even'.* but DataLoader over Stream does not support random access\. "
+    words = reason + ".* let each process yield its own share, with"
     with pytest.raises(ConfigError, match=words):
         run_workers(lambda: fit_stream(Stream()), 2)
 

@@ -83,7 +83,7 @@ def test_partial_gradients_are_refused_by_name_before_the_first_update(trainer):
 @pytest.mark.slow
 def test_full_gradients_are_not_summed(trainer):
     plan = SUMMED | {"blocks.*.norm": "replicated"}
-    with pytest.raises(TaskError, match=r"marks blocks.0.norm.weight.*equal on all processes"):
+    with pytest.raises(TaskError, match=r'marks blocks.0.norm.weight.* as "replicated", but .*equal on all processes'):
         trained(trainer, Heads(plan), devices=2, **mesh())
 
 

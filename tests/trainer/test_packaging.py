@@ -86,6 +86,7 @@ def test_the_wheel_has_what_the_first_commands_need(installed, tmp_path):
 
 
 def contents(wheel):
+    """Return the files in a wheel, by name."""
     with zipfile.ZipFile(wheel) as archive:
         return {name: archive.read(name) for name in archive.namelist()}
 
@@ -93,8 +94,8 @@ def contents(wheel):
 def test_pip_builds_the_same_wheel_from_the_repository(wheel, tmp_path):
     sources = copy_sources(tmp_path / "source")
     run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", tmp_path, sources)
-    (pips,) = tmp_path.glob("*.whl")
-    assert contents(pips) == contents(wheel)
+    (built_by_pip,) = tmp_path.glob("*.whl")
+    assert contents(built_by_pip) == contents(wheel)
 
 
 def test_the_program_of_the_readme_runs_on_the_wheel(wheel, tmp_path):
@@ -117,12 +118,10 @@ def test_the_program_of_the_readme_runs_on_the_wheel(wheel, tmp_path):
 
 # --- what SECURITY.md promises ----------------------------------------------------------------------------------------
 def test_a_wheel_runs_nothing_when_it_is_installed(wheel):
-    with zipfile.ZipFile(wheel) as archive:
-        (info,) = {
-            name.split("/")[0] for name in archive.namelist() if ".dist-info/" in name and name.startswith("legato-")
-        }
-        files = [name for name in archive.namelist() if not name.startswith(f"{info}/")]
-        entry_points = archive.read(f"{info}/entry_points.txt").decode()
+    files = contents(wheel)
+    (info,) = {name.split("/")[0] for name in files if ".dist-info/" in name and name.startswith("legato-")}
+    entry_points = files[f"{info}/entry_points.txt"].decode()
+    files = [name for name in files if not name.startswith(f"{info}/")]
     assert {Path(name).suffix for name in files} - {""} == {".py", ".yaml", ".json", ".template", ".typed", ".gz"}
     assert [name for name in files if not name.startswith("legato/") or not Path(name).suffix] == [
         name for name in files if name.endswith("dist-info/METADATA")
@@ -182,9 +181,8 @@ def test_importing_opens_no_socket_and_training_no_connection(tmp_path):
 
 
 def test_the_metadata(wheel):
-    with zipfile.ZipFile(wheel) as archive:
-        (name,) = (name for name in archive.namelist() if re.fullmatch(r"legato-[^/]*/METADATA", name))
-        metadata = email.message_from_bytes(archive.read(name))
+    (text,) = (text for name, text in contents(wheel).items() if re.fullmatch(r"legato-[^/]*/METADATA", name))
+    metadata = email.message_from_bytes(text)
     assert metadata["Version"] == lg.__version__
     assert metadata["Author"] == "Legato developers"
     assert metadata["Requires-Python"] == ">=3.10"
