@@ -27,14 +27,14 @@ _CUBLAS, _FIXED_WORKSPACES = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
 
 
 def find_kinds() -> list[str]:
-    """Return the kinds of device that this process can use: "cpu", and the accelerator that torch detects."""
+    """Return the device types that this process can use: "cpu", and the accelerator that torch detects."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     # the accelerator last: "auto" selects the last kind, and find_kind suggests it
     return ["cpu"] if accelerator is None else ["cpu", accelerator.type]
 
 
 def find_kind(wanted: str) -> str:
-    """Return the kind of device that trainer.accelerator selects. Raises ConfigError if torch finds no such device."""
+    """Return the device type that trainer.accelerator selects. Raises ConfigError if torch finds no such device."""
     kinds, kind = find_kinds(), OTHER_NAMES.get(wanted, wanted)
     if kind == "auto":
         return kinds[-1]
@@ -96,8 +96,8 @@ def backend_for(device: torch.device, chosen: str | None = None, shared: bool = 
     """Return the backends for a process group: one for tensors on this device, and gloo for tensors on the host.
 
     Args:
-        chosen: the backend for the device's tensors; None selects torch's default for the kind of device.
-        shared: whether several processes use this device.
+        chosen: the backend for the device's tensors; None selects torch's default for the device type.
+        shared: whether multiple processes share this device.
 
     Raises ConfigError if torch has no backend for the device.
     """
@@ -142,7 +142,7 @@ def widest_float(device: torch.device) -> torch.dtype:
 
 
 def autocasts(kind: str, dtype: torch.dtype) -> bool:
-    """Return whether a kind of device can autocast to this dtype. If not, torch warns and disables autocast."""
+    """Return whether a device type can autocast to this dtype. If not, torch warns and disables autocast."""
     if not torch.amp.is_autocast_available(kind):
         return False
     with warnings.catch_warnings():
@@ -152,7 +152,7 @@ def autocasts(kind: str, dtype: torch.dtype) -> bool:
 
 
 def autocast_kinds() -> list[str]:
-    """Return the kinds of device whose autocast dtype is recorded: "cpu", "cuda", and this machine's accelerator."""
+    """Return the device types whose autocast dtypes are recorded: "cpu", "cuda", and this machine's accelerator."""
     module = torch.accelerator.current_accelerator()
     return [*dict.fromkeys(("cpu", "cuda", "cpu" if module is None else module.type))]
 
@@ -235,7 +235,7 @@ def visible_devices(wanted: str) -> tuple[str, str]:
 
 
 def assigned_device(device: torch.device) -> str:
-    """Return the name of the only device that a launcher makes visible to this process, or "" if there are several.
+    """Return the name of the only device that a launcher makes visible to this process; "" if more than one is visible.
 
     With SLURM's --gpus-per-task=1, each rank's device is cuda:0.
     """

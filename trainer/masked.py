@@ -58,7 +58,7 @@ def evaluate(run: Any, item: ReplicaBatch, step: str, arity: int) -> None:
 
 
 def counted(run: Any, batches: Iterable[ReplicaBatch], step: str, arity: int) -> Iterator[ReplicaBatch]:
-    """Yield the unmasked batches of an evaluation and run its masked batches until the run is preempted."""
+    """Yield an evaluation's unmasked batches and run its masked ones. Stop if the run is preempted."""
     for item in run.preemption.until_preempted(batches):
         if item.masked:
             evaluate(run, item, step, arity)

@@ -68,7 +68,7 @@ class Recheck:
             ]
 
     def open_batch(self, batch: Any, batch_idx: int) -> None:
-        """Store a batch and the generator states after the hooks that precede its forward pass."""
+        """Store a batch, and the generator states after the hooks that run before its forward pass."""
         if self.step is not None:
             self.batches.append((batch, generator_states()))
 
@@ -183,7 +183,7 @@ def describe(by_rank: list[tuple[ProcessEntry, list[tuple[str, int, int]]]]) -> 
 
 
 def leaves_of(loss: Tensor) -> Iterator[Tensor]:
-    """Yield the leaves of a loss's autograd graph, which receive gradients."""
+    """Yield the leaves of a loss's autograd graph, where gradients accumulate."""
     seen, nodes = set(), [loss.grad_fn]
     while nodes:
         node = nodes.pop()

@@ -66,8 +66,8 @@ class RunResult:
 def needs_workers(trainer: "Trainer", request: Request) -> bool:
     """Return whether this process must start workers.
 
-    This is necessary if the strategy needs multiple workers and no launcher started them. The result is also True in
-    a launcher's process that serves other processes instead of running the loop.
+    This is necessary if the strategy needs multiple workers and no launcher started them. The result is also True if a
+    launcher started this process to serve other processes rather than to run the loop.
     """
     place = find_place(trainer.cluster)
     if place is not None:

@@ -158,7 +158,7 @@ class Call:
         return self.data.training
 
     def describe_place(self) -> str:
-        """Return a description of the current stage for messages about logged values."""
+        """Return a description of the current stage for use in messages about logged values."""
         if self.loop.doing == "sanity_check":
             return "the sanity check"
         return f"{self.loop.doing} at step {self.state.global_step}" if self.stage == "fit" else self.loop.doing
@@ -173,7 +173,7 @@ class Call:
                 raise explained(self.trainer, error) from None
 
     def require_same_weights(self) -> None:
-        """Raise DisagreementError if weights that must be equal on all ranks differ. All ranks must call this."""
+        """Raise DisagreementError if weights that should be equal on all ranks differ. All ranks must call this."""
         self.drift.compare(self.state.global_step, self.agreement.elapsed)
 
     def agree_on_stop(self) -> None:
@@ -333,7 +333,7 @@ class Run(Call):
         return bad_weights(self.trainer)
 
     def seed_hooks(self, hook: str) -> None:
-        """For a hook, seed the generators identically on all ranks.
+        """Seed the generators for a hook, identically on all ranks.
 
         Otherwise, random numbers would depend on each rank's last replica.
         """
@@ -445,7 +445,7 @@ class Run(Call):
         (self.hooks.call_early if stage == "train" else self.hooks.call)(name)
 
     def refuse_empty_epoch(self) -> None:
-        """Raise DataError if the training loader yielded no batches in the epoch."""
+        """Raise DataError if the training loader yielded no batches during the epoch."""
         if self.state.epoch_steps or self.loop.epoch_skipped or self.schedule.stops_here():
             return
         raise DataError(

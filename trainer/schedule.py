@@ -39,8 +39,8 @@ class Schedule:
         """Return whether the run stops after this step: at max_steps, or because the ranks agreed to stop.
 
         Args:
-            agrees: whether to agree with the other ranks if an agreement is due, and to save if any rank received a
-                termination signal.
+            agrees: whether to reach any agreement that is due with the other ranks, and to save if a rank has received
+                a termination signal.
         """
         trainer, state, agreement = self.trainer, self.state, self.call.agreement
         # a single process needs no agreement, so it stops after the step in which should_stop was set
@@ -128,7 +128,7 @@ class Schedule:
 
     # --- validation -------------------------------------------------------------------------------------------------
     def validation_is_due(self) -> bool:
-        """Return whether to validate within the epoch after this step."""
+        """Return whether this step is followed by a mid-epoch validation."""
         every, seconds, state = self.data.validation_rounds, self.data.validation_seconds, self.state
         if (every is None and seconds is None) or not state.epoch_steps or state.validated_at == state.global_step:
             return False

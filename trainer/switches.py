@@ -45,7 +45,7 @@ def of_precision(name: str) -> Switch:
 
 
 def of_library(ask: Callable[..., Any]) -> Switch:
-    """Return the switch for the library that torch prefers. Its value is the library's name."""
+    """Return the switch that selects the library torch prefers. Its value is the library's name."""
     return Switch(lambda: str(ask()).rpartition(".")[2].lower(), ask)
 
 

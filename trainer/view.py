@@ -78,7 +78,7 @@ class TrainerView(TrainerArguments):
 
     @property
     def stage(self) -> str | None:
-        """The method in progress: "fit", "validate", "test" or "predict", or None if no method is in progress."""
+        """The method that is running: "fit", "validate", "test" or "predict"; None if no method is running."""
         return self.run.stage if self.run is not None and self.run.loop.open else None
 
     @property
@@ -326,6 +326,6 @@ class TrainerView(TrainerArguments):
         self.current_run.optimization.leaves_out_update = True
 
     def print(self, *arguments: Any, **options: Any) -> None:
-        """Print on rank 0 only. A closed standard output is ignored."""
+        """Print on rank 0 only. If standard output is closed, do nothing."""
         if self.is_global_zero:
             print(*arguments, **{"file": STDOUT, **options})

@@ -36,7 +36,7 @@ ValuePath = tuple[str, ...]
 
 
 class Kind(NamedTuple):
-    """How to store the values of a type that JSON does not support."""
+    """How to store values of a type that JSON does not support."""
 
     of: type[Any]
     pack: Callable[[Any], Any]
@@ -270,7 +270,7 @@ Tensors = dict[tuple[str, str], Tensor]
 def unflatten(
     tree: Any, tensors: Mapping[str, Mapping[str, Tensor]], files: ShardFiles | None = None
 ) -> dict[str, Any]:
-    """Rebuild a value split by `flatten`. Shards are read from `files`.
+    """Rebuild a value that `flatten` has split. Shards are read from `files`.
 
     Each sharded tensor is returned as a `StoredTensor`. Raises CheckpointError if the tree and the tensors do not
     match.

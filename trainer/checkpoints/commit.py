@@ -122,7 +122,7 @@ def _write_bases(folder: Folder, bases: Iterable[Base]) -> dict[str, FileSum]:
 
 
 def copy_whole(source: Location, target: Location) -> None:
-    """Copy a checkpoint to a new location and merge its bases into the copied files. Raises CheckpointError."""
+    """Copy a checkpoint and merge its bases into the copied files. Raises CheckpointError on failure."""
     content, beside, folder = verify(source), folder_at(source.parent), folder_at(target.parent)
     sums, stage = {}, folder.open_stage(target.name, sum(entry.size for entry in content.files.values()), content.run)
     try:

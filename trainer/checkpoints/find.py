@@ -49,7 +49,7 @@ def check_sizes(checkpoint: Location) -> Manifest:
 
 
 def load_manifest(checkpoint: Location) -> Manifest:
-    """Read a checkpoint's manifest. Raises CheckpointError, stating the manifest's location and the problem."""
+    """Read a checkpoint's manifest. Raises a CheckpointError that states its location and the problem."""
     return folder_at(checkpoint.parent).read_manifest(checkpoint.name)
 
 

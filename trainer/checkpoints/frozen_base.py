@@ -44,7 +44,7 @@ class Base(NamedTuple):
 
 
 def take_base(folder: Folder, file: str, tensors: dict[str, Tensor], frozen: Collection[str]) -> Base | None:
-    """Return the base for a checkpoint's file, and remove the base's weights from `tensors`.
+    """Return the base for one of a checkpoint's files, and remove the base's weights from `tensors`.
 
     An existing base is used if it contains at least half of the frozen bytes. Otherwise, a new base is returned.
     """

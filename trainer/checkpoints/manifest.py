@@ -110,7 +110,7 @@ class Manifest(NamedTuple):
 
 
 def path_below(prefix: str, file: str) -> str:
-    """Return the path of a file in a checkpoint whose files are below `prefix`."""
+    """Return the path of a file in a checkpoint whose files are stored under `prefix`."""
     return f"{prefix}/{file}" if prefix else file
 
 

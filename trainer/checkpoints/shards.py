@@ -43,7 +43,7 @@ def shard_block(tensor: Tensor) -> ShardBlock | None:
 
 
 def file_name(file: str, rank: int) -> str:
-    """Return the name of the file where a rank stores its shards of the tensors in `file` (model or tensors)."""
+    """Return the name of the file where a rank stores its shards of the tensors in `file`, "model" or "tensors"."""
     return f"{file}-{rank:05d}.safetensors"
 
 

@@ -63,7 +63,7 @@ class Folder(Protocol):
         """Read a checkpoint's manifest. Raises CheckpointError, stating the location and the problem."""
 
     def check_sizes(self, name: str) -> manifest.Manifest:
-        """Read a checkpoint's manifest and check the sizes of its files. Raises CheckpointError."""
+        """Read a checkpoint's manifest and check the sizes of its files. Raises CheckpointError on failure."""
 
     def fetch(self, name: str, content: manifest.Manifest, files: Collection[str]) -> Path:
         """Return a local folder that contains these files of a checkpoint. The caller must verify the files.
@@ -76,10 +76,10 @@ class Folder(Protocol):
 
     # --- writing
     def make(self) -> None:
-        """Create the folder if it is missing. Raises OSError."""
+        """Create the folder if it is missing. Raises OSError on failure."""
 
     def write_index(self, index: CheckpointIndex) -> None:
-        """Replace the index atomically. Raises OSError."""
+        """Replace the index atomically. Raises OSError on failure."""
 
     def require_free_name(self, name: str) -> None:
         """Raise CheckpointError if something other than a checkpoint has this name."""
@@ -88,10 +88,10 @@ class Folder(Protocol):
         """Create a stage, where a checkpoint of about `needed` bytes is written. Return the stage's name."""
 
     def write(self, name: str, stage: str, file: str, fill: Callable[[HashedFile], FileSum]) -> FileSum:
-        """Write a new checkpoint file by calling `fill`. If a request fails, `fill` is called again. Raises OSError."""
+        """Write a new checkpoint file by calling `fill`. If a request fails, calls it again. Raises OSError."""
 
     def publish(self, name: str, stage: str, files: Mapping[str, FileSum], run: str) -> None:
-        """Write the manifest and give the checkpoint its name. Raises OSError."""
+        """Write the manifest and give the checkpoint its name. Raises OSError on failure."""
 
     def discard(self, name: str, stage: str) -> None:
         """Delete the files of an abandoned checkpoint."""
@@ -212,7 +212,7 @@ class LocalFolder:
         return fill(HashedFile(folder / file))
 
     def publish(self, name: str, stage: str, files: Mapping[str, FileSum], run: str) -> None:
-        """Write the manifest and give the checkpoint its name. Raises OSError."""
+        """Write the manifest and give the checkpoint its name. Raises OSError on failure."""
         new, old, target = (
             temporary_path(self.path / name, PARTIAL),
             temporary_path(self.path / name, REPLACED),
@@ -325,7 +325,7 @@ def folder_at(location: Location) -> Folder:
 
 
 def is_file(location: Location) -> bool:
-    """Return whether a location is a file. It may contain another program's weights, but is not a Legato checkpoint."""
+    """Return whether a location is a file, which may contain another program's weights but no Legato checkpoint."""
     return is_object(location) if isinstance(location, Address) else location.is_file()
 
 
@@ -384,7 +384,7 @@ def make_folder(path: Path) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Sync a folder, which makes the names in it durable."""
+    """Sync a folder to make the names in it durable."""
     # fsync of a file does not sync the file's name, which is stored in the folder
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -406,7 +406,7 @@ def free_space_check(folder: Path, needed_bytes: int) -> None:
 def replace_file(path: Path, data: bytes) -> None:
     """Replace a small file atomically: after a kill or a power failure, either the old or the new file exists.
 
-    Raises OSError.
+    Raises OSError on failure.
     """
     partial = temporary_path(path, PARTIAL)
     partial.unlink(missing_ok=True)  # left by a killed process

@@ -243,7 +243,7 @@ class CombinedPart(MapLoader):
         self.order_of_pass = lru_cache(maxsize=4)(self._order_of_pass)
 
     def order_of_batches(self, epoch: int) -> EpochOrder:
-        """Return the order of a combined epoch. Each position is one batch of this loader."""
+        """Return the order of a combined epoch. Each position is one batch from this loader."""
 
         def place(position: int) -> tuple[int, range]:
             """Return a batch's pass, numbered like this loader's epochs, and the batch's positions in that pass."""

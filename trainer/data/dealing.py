@@ -82,7 +82,7 @@ class DealtData:
         return deal.is_full(deal.steps - 1) and not self.dealing.left_out
 
     def epoch(self, epoch: int, start_step: int = 0, batches_at_most: int | None = None) -> Iterator[StepInput]:
-        """Return the steps of an epoch from `start_step` on, with up to `batches_at_most` batches over all replicas."""
+        """Return an epoch's steps, starting at `start_step`, with up to `batches_at_most` batches over all replicas."""
         order, deal = self.order_and_deal(epoch, batches_at_most)
         if self.ranks.size > 1 and any(part.shuffled is None for part in self.source.map_loaders().values()):
             # a sampler may draw from a generator that ranks seed differently
@@ -132,7 +132,7 @@ class DealtData:
         return changed
 
     def steps(self, order: EpochOrder, deal: Deal, start_step: int, batches: Iterator[Any]) -> Iterator[StepInput]:
-        """Yield the steps of an epoch from `start_step` on, taking their batches from `batches` in order."""
+        """Yield an epoch's steps, starting at `start_step`, taking their batches from `batches` in order."""
         replicas, leaders, last = self.dealing.replicas, self.dealing.leaders, deal.steps - 1
         for step in range(start_step, last + 1):
             unmasked, masked = list[ReplicaBatch](), list[ReplicaBatch]()
@@ -221,7 +221,7 @@ class EvaluationData:
         """Wrap the loaders. All ranks must call this.
 
         Args:
-            shares: indices of loaders that are known to yield a separate share in each process.
+            shares: indices of loaders that are known to read a separate share in each process.
             ranks: the ranks that compare samples to find out whether a loader yields the same data on all ranks.
             expects_shares: whether to treat map-style data as a share if its samples cannot be compared.
             count: function that counts the samples in a stream's batch.

@@ -135,7 +135,7 @@ class MapLoader:
 
     @property
     def batch_size(self) -> int:
-        """Positions per batch; 1 if each position is a whole batch."""
+        """Number of positions per batch; 1 if each position is an entire batch."""
         return 1 if self.own_batches else int(self.loader.batch_sampler.batch_size)  # type: ignore[union-attr]
 
     @property
@@ -240,7 +240,7 @@ def samplers_in(loader: Any) -> list[Any]:
 
 
 def _parts_of(samplers: Sequence[Any]) -> Iterator[Any]:
-    """Yield samplers and, from any of their attributes, nested samplers and torch.Generators, outermost first."""
+    """Yield the samplers, and any samplers and torch.Generators nested in their attributes, outermost first."""
     waiting: list[Any] = list(samplers)
     seen: list[Any] = []
     while waiting:

@@ -125,7 +125,8 @@ def _scramble(words: UInt64Array, key: np.uint64) -> UInt64Array:
 class Layout:
     """Assignment of contiguous blocks of replicas to processes.
 
-    The first blocks are one replica longer if the number of replicas is not divisible by the number of processes.
+    If the number of replicas is not divisible by the number of processes, the first blocks contain one more replica
+    than the others.
     """
 
     replicas: int

@@ -75,8 +75,8 @@ def _hashes_of_each(samples: Any) -> list[tuple[int, ...]]:
 def read_samples(loader: "DataLoader[Any]", length: int) -> list[Sample]:
     """Return the hashes of a few of the first `length` samples in a loader's dataset.
 
-    All samples are read with the same random numbers, so the hashes depend only on the data. If the loader has workers,
-    a worker reads the samples, because a file that the dataset opens on first read must not be open in the process that
+    The samples are read with fixed random seeds, so the hashes depend only on the data. If the loader has workers, a
+    worker reads the samples, because a file that the dataset opens on first read must not be open in the process that
     forks workers.
     """
     indices = sorted({length * number // SAMPLES for number in range(SAMPLES)}) if length else []
@@ -90,7 +90,7 @@ def read_samples(loader: "DataLoader[Any]", length: int) -> list[Sample]:
 
 
 def read_again(dataset: KeyedDataset, loader: "DataLoader[Any]", batches: list[KeyedIndices]) -> Sample:
-    """Return the hashes of one collated batch from a loader, read several times, or None if it cannot be read."""
+    """Read one collated batch from a loader several times. Return its hashes, or None if it cannot be read."""
     try:
         return _repeated([hashes_of(batch) for batch in read_batches(dataset, loader, batches)])
     except Exception:
@@ -111,7 +111,7 @@ def read_batches(
 
 
 def _repeated(readings: Sequence[tuple[int, ...]]) -> Sample:
-    """Return the hashes that are equal in all readings of a sample, and None for the others."""
+    """Return the hashes of a sample, with None in place of each hash that differs between readings of the sample."""
     if len({len(reading) for reading in readings}) > 1:
         return None
     return tuple(values[0] if len(set(values)) == 1 else None for values in zip(*readings, strict=True))
@@ -135,7 +135,7 @@ def are_shares(samples: Mapping[str, list[Sample]], ranks: Ranks, data_rank: int
     """Compare a few samples, and return whether processes read different data. All ranks must call this.
 
     Args:
-        samples: this rank's samples by loader name.
+        samples: this rank's samples, keyed by loader name.
         data_rank: this process's rank along the data axis, which is the same on ranks that work on the same batches.
 
     Raises DataError if ranks with equal data ranks read different data, or if only some of the loaders yield shares.

@@ -87,7 +87,7 @@ class Dealing:
 
     @property
     def leaders(self) -> list[range]:
-        """Blocks of other processes' replicas that may have the most batches in a step; empty if not in lockstep."""
+        """Blocks of other processes' replicas that may have the most batches in a step; empty without lockstep."""
         # process 0 has the longest block of replicas, but with samples left out, not always the most batches
         processes = range(self.layout.processes if self.left_out else 1) if self.lockstep else ()
         return [self.layout.owned(process) for process in processes if process != self.process]

@@ -86,7 +86,7 @@ class StreamData:
 
     @property
     def forward_is_keyed(self) -> bool:
-        """Whether loading leaves the generators keyed for the forward pass, which requires one batch per step.
+        """Whether the generators are still keyed for the forward pass after loading. This requires one batch per step.
 
         Otherwise, the generators must be reseeded before the forward pass, which costs 10 us.
         """
@@ -94,7 +94,7 @@ class StreamData:
         return self.dealing.keyed and alone
 
     def epoch(self, epoch: int, start_step: int = 0, batches_at_most: int | None = None) -> Iterator[StepInput]:
-        """Yield the steps of an epoch from `start_step` on, with up to `batches_at_most` batches over all replicas."""
+        """Yield an epoch's steps, starting at `start_step`, with up to `batches_at_most` batches over all replicas."""
         replicas, in_step = self.dealing.layout.replicas, self.dealing.accumulate * self.dealing.layout.replicas
         batches = self._read(epoch, start_step, batches_at_most)
         while items := list(islice(batches, in_step)):
@@ -251,7 +251,7 @@ class StreamData:
     def changed_content(self, before: Mapping[str, Any]) -> list[str]:
         """Return an empty list, because a stream cannot be read at another position.
 
-        A stream is checked only at the position where it continues.
+        A stream is checked only at the position where it resumes.
         """
         return []
 

@@ -20,7 +20,7 @@ from .shares import hashes_of
 class Delivery(NamedTuple):
     """A batch with its number of samples and its worker's state.
 
-    It is a tuple, so that torch can pin and send its tensors.
+    The class is a tuple so that torch can pin its tensors and send them between processes.
     """
 
     batch: Any
@@ -56,7 +56,7 @@ class TrackingCollate:
         self.seed()
 
     def go_on(self) -> None:
-        """Restore the dataset to the state from which this reader starts, if any."""
+        """Restore the dataset to the state where this reader starts, if there is such a state."""
         state = self.starts.get(self.worker)
         if state is not None:
             self.key, self.batches = state["key"], state["batches"]
@@ -100,7 +100,7 @@ class TrackedLoader:
             loader.collate_fn, loader.worker_init_fn = before
 
     def note(self, delivery: Delivery) -> None:
-        """Record the dataset state that the latest batch carries."""
+        """Record the dataset state that came with the latest batch."""
         batch, _, worker, state = delivery
         self.states[worker] = [self.states[worker][1] if worker in self.states else None, state]
         self.newest, self.batch = worker, batch

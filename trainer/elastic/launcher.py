@@ -83,7 +83,7 @@ def _enter(worker: ElasticWorker, place: Place, variables: dict[str, str], attem
 
 
 class ElasticWorkerGroup(WorkerGroup):
-    """The workers in one attempt at an elastic run. In the base class's methods, `rank` is a member's id."""
+    """The workers in one attempt at an elastic run. In the inherited methods, `rank` is a member's id."""
 
     def __init__(
         self, folder: Path, ranks: range, relay: SignalRelay, store: MembershipStore, port: int, timeout: float

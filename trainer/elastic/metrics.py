@@ -213,7 +213,7 @@ class SharedMetrics(Metrics):
             series.step_at, series.step = saved["at"], {int(replica): sums for replica, *sums in saved["step"]}
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Return only this rank's value, because other ranks may already have exited at the end of a run."""
+        """Return only this rank's value, because at the end of a run, other ranks may already have exited."""
         return [value]
 
     def gather_states(self, metrics: Iterable[Any]) -> dict[str, dict[int, States]]:

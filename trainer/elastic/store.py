@@ -46,7 +46,7 @@ class ElasticWorker:
 
 @dataclass(frozen=True)
 class Generation:
-    """A list of members, ordered by rank, with an instruction for these members."""
+    """A list of members, ordered by rank, and an instruction for them."""
 
     version: int
     members: tuple[Member, ...]
@@ -82,7 +82,7 @@ class MembershipStore:
         return Generation(version, tuple(Member(*member) for member in members), order)
 
     def arrive(self, generation: Generation, member: Member) -> None:
-        """Mark a member as ready to form the group of a generation."""
+        """Mark a member as ready to join the group of a generation."""
         self.entries.set(_arrival(generation, member), "yes")
 
     def is_complete(self, generation: Generation) -> bool:

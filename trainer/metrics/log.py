@@ -336,7 +336,7 @@ class Metrics:
             )
 
     def running_values(self) -> dict[str, float]:
-        """Return the progress bar's means over the training epoch so far, read from the device.
+        """Return the means over the training epoch so far for the progress bar. This reads values from the device.
 
         With several processes, the result is empty, because each process has only its own values. The bar then shows
         the latest logging point.
@@ -461,7 +461,7 @@ class Metrics:
         return local | gathered, [max(column) for column in zip(*extras, strict=True)][1:]
 
     def _require_equal(self, series: Series, values: list[float]) -> None:
-        """Raise DisagreementError if hooks on several ranks logged different values for a sum that counts only once."""
+        """Raise DisagreementError if ranks logged different values, in a hook, for a sum that must count only once."""
         if series.kind == ONCE and len(set(map(str, values))) > 1:  # as strings, in which NaN equals NaN
             raise DisagreementError(
                 f"log({series.name!r}, reduce_fx='sum') was called in a hook of {self.describe_place()} with different "

@@ -68,7 +68,7 @@ class Series:
 
 
 def key_of(name: str, in_step: bool) -> str:
-    """Return the key of a series: a string, because hashing a tuple would take half the time that `log` takes."""
+    """Return the key of a series: a string, because hashing a tuple would take half as long as an entire `log` call."""
     return name if in_step else name + BETWEEN_STEPS
 
 
@@ -151,7 +151,7 @@ def total(kind: str, sums: dict[int, list[float]]) -> float:
 
 
 def sort_out(values: Iterable[tuple[Series, float]], suffix: str) -> Reduced:
-    """Name values and group them by destination.
+    """Name the values and group them by destination.
 
     If a series has both per-step and per-epoch values, `suffix` is added to its name to distinguish them.
     """

@@ -40,8 +40,8 @@ def is_metric(value: Any) -> bool:
 def gather_state(state: Tensor, group: Any = None) -> list[Tensor]:
     """Return every rank's `state`, in rank order, for a metric's `compute()` in a hook. All ranks must call this.
 
-    For a list state without an update, torchmetrics sends an empty float vector, and gloo aborts the process if other
-    ranks send matrices or integers. To avoid this, states are sent as objects, and empty states are omitted.
+    For a list state that was never updated, torchmetrics sends an empty float vector, and gloo aborts the process if
+    other ranks send matrices or integers. To avoid this, states are sent as objects, and empty states are omitted.
     """
     ranks = Ranks(dist.get_rank(group), dist.get_world_size(group), group)
     states = ranks.gather_objects(state.detach().cpu())

@@ -1,4 +1,4 @@
-"""Search for NaN and infinity in weights before they are saved, and in the tensors of the latest batch."""
+"""Searches for NaN and infinity: in weights before they are saved, and in the tensors of the latest batch."""
 
 import logging
 from collections.abc import Iterator, Mapping
@@ -152,7 +152,7 @@ def first_bad_module(trainer: "Trainer", item: ReplicaBatch, batch: Any) -> tupl
 
 
 def named_tensors(value: Any, place: str = "batch") -> Iterator[tuple[str, Tensor]]:
-    """Yield the path and value of each floating-point tensor in a batch or an output."""
+    """Yield the path and value of each floating-point tensor in a batch or in a step's output."""
     if isinstance(value, Tensor):
         if value.is_floating_point():
             yield place, value

@@ -18,8 +18,8 @@ PAUSE_PER_SECOND = 250
 class DriftGuard:
     """Bitwise comparison of all parameters between ranks that must have equal weights (`Strategy.weight_ranks`).
 
-    Buffers are not compared, because batch norm's running statistics differ between ranks within an epoch. Rank 0's
-    buffers are used.
+    Buffers are not compared, because batch norm's running statistics differ between ranks within an epoch, and only
+    rank 0's buffers are used.
     """
 
     def __init__(self, task: nn.Module, ranks: Ranks) -> None:
@@ -27,12 +27,12 @@ class DriftGuard:
         self.restart()
 
     def restart(self) -> None:
-        """Make the next logging point compare the weights, even in a new set of ranks. All ranks must call this."""
+        """Make the next logging point compare the weights, even among a new set of ranks. All ranks must call this."""
         self.compared_at, self.next_time, self.waited = -1, 0.0, 0.0
         """Step of the latest comparison, agreed time of the next one, and seconds spent waiting in the latest one."""
 
     def compare_if_due(self, step: int, elapsed: float) -> None:
-        """Compare the weights after `step` if enough time has passed.
+        """Compare the weights after `step` if enough time has passed since the last comparison.
 
         Args:
             elapsed: the elapsed time of the run in seconds, equal on all ranks.

@@ -97,7 +97,7 @@ class Optimization:
             self.loss_inputs = [optimizer_parameters(optimizer) for optimizer in self.optimizers]
 
     def _find_draws(self) -> tuple[bool, bool, bool]:
-        """Return whether random numbers may be drawn in updates, in hooks before updates, and in hooks before steps.
+        """Return whether updates, hooks before updates, and hooks before steps may draw random numbers.
 
         If a result is True, the generators must be seeded at that point.
         """
@@ -248,7 +248,7 @@ class Optimization:
             self.trainer.current_run.check_losses()
 
     def divide_gradients(self, step: StepInput) -> None:
-        """Divide gradients and losses by the weights of the step's batches, if any.
+        """Divide gradients and losses by the weights of the step's batches, if the batches have weights.
 
         All ranks must call this.
         """
@@ -321,7 +321,7 @@ class Optimization:
         return sum(shares[1:], shares[0]) if shares else None
 
     def _update_key(self, optimizer: Optimizer) -> int:
-        """Return the key of an update's random numbers, which is equal on all ranks that update the same weights."""
+        """Return the key of an update's random numbers, which is the same on all ranks that update the same weights."""
         index, call, state = self.optimizers.index(optimizer), self._call_of_step, self.state
         return mix(state.seed, UPDATE, state.global_step, index, call, self.strategy.shard)
 
@@ -404,7 +404,7 @@ class Optimization:
         self.hooks.call("on_after_backward")
 
     def manual_step(self, optimizer: Optimizer, closure: Any = None, **options: Any) -> Any:
-        """Step an optimizer under manual optimization, or from a task's own optimizer_step."""
+        """Step an optimizer under manual optimization, or from within a task's own optimizer_step."""
         strategy = self.strategy
         if self.automatic:
             self.updating = True

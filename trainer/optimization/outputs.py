@@ -56,7 +56,7 @@ def as_outputs(output: Any) -> dict[str, Any]:
 
 
 def describe_bad_loss(loss: Tensor) -> str:
-    """Explain why backward cannot start from `loss`."""
+    """Explain why the backward pass cannot start from `loss`."""
     # torch's error mentions neither training_step nor a remedy
     if loss.numel() != 1:
         return (

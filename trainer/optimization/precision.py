@@ -32,7 +32,7 @@ _KEEPS_CASTS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= 
 
 
 class Precision:
-    """Dtypes, autocast and gradient scaler for a run on one kind of device.
+    """Dtypes, autocast and gradient scaler for a run on one device type.
 
     Raises ConfigError for a precision that the device does not support.
     """
@@ -59,7 +59,7 @@ class Precision:
             self.forward_context = partial(_default_dtype, self.weights_dtype)
 
     def cast_anew(self) -> None:
-        """Make autocast cast weights each time, because an update within training_step makes cached casts stale."""
+        """Make autocast cast the weights each time, because an update within training_step makes cached casts stale."""
         if self.autocast_dtype is not None:
             self.forward_context = partial(_cast_anew, self.forward_context)
 
@@ -78,7 +78,7 @@ class Precision:
         return batch if dtype is None else map_tensors(batch, lambda t: t.to(dtype) if t.is_floating_point() else t)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the scaled loss for backward. The scale is constant within a step."""
+        """Return the scaled loss for the backward pass. The scale is constant within a step."""
         if self.scaler is None:
             return loss
         self._is_ready = True

@@ -99,7 +99,7 @@ class Agreement:
             self.next_step = self.next_round = 0
 
     def begin_evaluation(self) -> None:
-        """Restart the count of rounds for a new evaluation. The interval of the previous evaluation is reused."""
+        """Restart the round count for a new evaluation. The interval of the previous evaluation is reused."""
         self.next_round = self._rounds_between
         self._round_met_at, self._round_met = time.monotonic(), 0
 

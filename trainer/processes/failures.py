@@ -29,7 +29,7 @@ def alive_file(report: Path) -> Path:
 
 
 def write_atomically(path: Path, *contents: bytes) -> None:
-    """Write `contents` in sequence to a file, which appears only once it is complete."""
+    """Write the `contents`, one after another, to a file that appears only once it is complete."""
     partial = path.with_suffix(".part")
     try:
         with partial.open("wb") as file:

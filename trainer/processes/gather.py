@@ -67,7 +67,7 @@ def _ranks_of(strategy: Any, group: Any) -> Ranks:
 
 
 def _refuse_in_step(run: Any, size: int, sync_grads: bool) -> None:
-    """Raise TaskError if a step calls all_gather, but not all `size` ranks are running this step at the same time."""
+    """Raise TaskError if a step calls all_gather while some of the `size` ranks are not running this step."""
     if not run.loop.open or not (run.metrics.in_step and run.metrics.in_batch):
         return
     doing, strategy, option = run.loop.doing, run.strategy, "with sync_grads=True " if sync_grads else ""

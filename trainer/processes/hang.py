@@ -126,7 +126,7 @@ def _await(read: Callable[[], T]) -> T:
 
 
 class Watchdog:
-    """Watches this process's progress through a run, in a thread that starts before the rendezvous."""
+    """Monitors this process's progress during a run, from a thread that starts before the rendezvous."""
 
     def __init__(self, trainer: "Trainer", loop: Any, metrics: Any) -> None:
         """Prepare to watch a run.
@@ -383,7 +383,7 @@ class Watchdog:
         return position | {"idle": step is not None and not step.batches, "step": self.trainer.state.global_step}
 
     def _describe_progress(self, stack: list[Frame]) -> str:
-        """Describe the step or batch that this process is in, given its `stack`."""
+        """Describe the step or batch that this process is running, given its `stack`."""
         state, doing = self.trainer.state, self.loop.doing
         if not self.begun:
             return "start-up"

@@ -187,7 +187,7 @@ class Worker:
 
 
 class SignalRelay:
-    """Forwards end signals to the workers instead of interrupting the caller."""
+    """Forwards termination signals to the workers instead of interrupting the caller."""
 
     def __init__(self) -> None:
         self.due_at, self.due_by = float("inf"), 0
@@ -217,7 +217,7 @@ class SignalRelay:
 
 
 class WorkerGroup:
-    """Worker processes of one attempt to run the function."""
+    """The worker processes in one attempt to run the function."""
 
     def __init__(self, folder: Path, ranks: range, world_size: int, relay: SignalRelay) -> None:
         self.failure_summary = ""
@@ -234,7 +234,7 @@ class WorkerGroup:
 
     @property
     def running(self) -> list[Worker]:
-        """Workers whose end has not been recorded yet."""
+        """Workers whose exit has not been recorded yet."""
         return [worker for worker in self.workers if not worker.has_ended]
 
     def start(self, enter: Callable[..., Callable[[], None]]) -> None:
@@ -309,7 +309,7 @@ class WorkerGroup:
         return min(due_at, first.when + (_RESUME_GRACE if first.interrupted else _CAUSE_WAIT))
 
     def _kill_unresponsive(self) -> None:
-        """Dump the stacks of workers that neither end after a signal nor touch their alive files, and kill them."""
+        """After dumping their stacks, kill workers that neither exit after a signal nor touch their alive files."""
         if time.monotonic() < self._relay.due_at + _ALIVE_TIMEOUT:
             return
         unresponsive = [worker for worker in self.running if not worker.is_responsive()]

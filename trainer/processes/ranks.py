@@ -69,7 +69,7 @@ class Ranks:
         return value  # type: ignore[no-any-return]
 
     def broadcast_tensors(self, tensors: Iterable[Tensor], source: int = 0) -> None:
-        """Overwrite the tensors of every rank with those of rank `source`, in pieces of about PIECE bytes."""
+        """Overwrite the tensors of every rank with those of rank `source`, in chunks of about PIECE bytes."""
         if self.size == 1:
             return
         by_device: dict[torch.device, list[Tensor]] = {}
@@ -207,7 +207,7 @@ class Timeouts:
         self.phase: Phase = "startup"
 
     def enter(self, phase: Phase) -> None:
-        """Set the timeout of `phase` on every process group, starting with the next collective."""
+        """Switch every process group to the timeout of `phase`, starting with the next collective."""
         # only if the timeout changes, because it must be set on every process group
         changes, self.phase = self.limits[phase] != self.limits[self.phase], phase
         if changes and dist.is_initialized():

@@ -103,9 +103,9 @@ def keep_to_loopback() -> None:
 
 # --- failures before the ranks have met -------------------------------------------------------------------------------
 def tell_failure(text: str, by_user: bool) -> None:
-    """Tell a launcher's other ranks that this process failed before the rendezvous.
+    """Tell the launcher's other processes that this process failed before the rendezvous.
 
-    Without this, the other ranks would wait at the rendezvous for minutes.
+    Otherwise, the other ranks would wait at the rendezvous for minutes.
 
     Args:
         by_user: True if the user caused the failure. The other ranks then raise ConfigError instead of WorkerError.

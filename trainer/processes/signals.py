@@ -110,7 +110,7 @@ class SignalWatch:
 
         Args:
             attends: True if this process handles SIGTERM and SIGHUP. If False, these signals end the process without
-                the watch.
+                involving the watch.
         """
         self.attends = attends
         self.nothing_to_save = True
@@ -151,7 +151,7 @@ class SignalWatch:
         os.close(self._writer)
 
     def answer(self) -> None:
-        """Restart the grace period, because the run has started to act on the signal."""
+        """Restart the grace period, because the run has started responding to the signal."""
         self.answered_at = time.monotonic()
 
     def record(self, number: int) -> None:

@@ -1,4 +1,4 @@
-"""Describes a stack by the user's line of code, or by the collective where its thread is waiting for other ranks."""
+"""Summarizes a stack as the user's line of code, or as the collective in which its thread waits for other ranks."""
 
 import faulthandler
 import multiprocessing
@@ -48,7 +48,7 @@ class Frame:
 
     @property
     def is_backward(self) -> bool:
-        """True if the frame runs torch's autograd engine, called by torch.autograd or by the strategy."""
+        """True if the frame runs torch's autograd engine, whether torch.autograd or the strategy called it."""
         in_strategy = self.function == "backward" and self.is_in("/trainer/strategies/strategy")
         return in_strategy or self.is_in("torch/autograd/")
 

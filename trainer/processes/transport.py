@@ -296,7 +296,7 @@ class Failure:
 
     @property
     def interrupted(self) -> bool:
-        """True if the worker ended by itself after Ctrl-C."""
+        """True if the worker exited on its own after Ctrl-C."""
         return self.signal == signal.SIGINT and not self.is_forced
 
     @property

@@ -46,7 +46,7 @@ def tell_left_out(owners: Mapping[str, "Hyperparameters | None"], contents: Mapp
 
 
 def require_hyperparameters(kind: type, left_out: Sequence[str], replaced: Mapping[str, Any]) -> None:
-    """Raise CheckpointError if `replaced` lacks a hyperparameter that the checkpoint does not contain."""
+    """Raise CheckpointError if a hyperparameter that the checkpoint omits is also missing from `replaced`."""
     names = [name for name in left_out if name not in replaced]
     if names:
         raise CheckpointError(_advice(kind, names))

@@ -116,7 +116,7 @@ def _read_hparams_file(path: str | Path | None) -> dict[str, Any]:
 
 
 def _as_attributes(value: Any) -> Any:
-    """Convert nested mappings to dicts with attribute access, which some of the original mappings also had."""
+    """Convert nested mappings to dicts with attribute access, which some of the original mappings supported."""
     if isinstance(value, dict):
         return AttributeDict({key: _as_attributes(item) for key, item in value.items()})
     if type(value) in (list, tuple):

@@ -62,9 +62,9 @@ def start_state(trainer: "Trainer", saved: Mapping[str, Any] | None) -> None:
 def load_task_weights(
     task: "Task", saved: Mapping[str, Any], strict: bool, state_dicts: "StateDicts | None" = None
 ) -> None:
-    """Load a checkpoint's weights. For a sharded task, `state_dicts` loads them.
+    """Load a checkpoint's weights. If the task is sharded, use `state_dicts` to load them.
 
-    Raises a CheckpointError that lists the parameters that differ.
+    Raises a CheckpointError that lists the parameters that do not match.
     """
     weights, task_weights = saved.get("state_dict"), task.state_dict()
     if not isinstance(weights, Mapping):
@@ -167,7 +167,7 @@ def _has_plateau(scheduler: Any) -> bool:
 
 
 def _replay(scheduler: Any, optimizer: Any, steps: int) -> list[dict[str, Any]]:
-    """Advance a new scheduler (4 us per step), and return the settings that change in each parameter group."""
+    """Advance a new scheduler by `steps` (4 us each), and return the settings that change in each parameter group."""
     before = [fingerprint.settings_of(group) for group in optimizer.param_groups]
     mark_stepped(optimizer, True)  # otherwise the scheduler warns that the optimizer has not stepped
     try:

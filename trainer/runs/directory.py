@@ -114,7 +114,7 @@ class RunDirectory:
 
     @property
     def began(self) -> float:
-        """Time when the run first started, in seconds since 1970."""
+        """Time when the run first started, in seconds since the Unix epoch."""
         return float(_number_in(self.status, "created") or self._modified)
 
     @property
@@ -244,7 +244,7 @@ class RunDirectory:
 
     @cached_property
     def best(self) -> BestValue | None:
-        """Best value of the metric that ranks the checkpoints or, if there is none, of a loss; None if unknown."""
+        """Best value of the metric used to rank checkpoints or, if there is none, of a loss; None if unknown."""
         metric, mode = self.status.get("monitor"), str(self.status.get("mode", "min"))
         value = _number_in(self.status, "best")
         if metric and value is not None and "ended" in self.status:

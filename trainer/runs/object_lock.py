@@ -83,7 +83,7 @@ class ObjectLock:
         self._released, self.token = None, ""
 
     def holder(self) -> dict[str, Any]:
-        """Return the record of the lock's holder; {} if there is none. Raises OSError."""
+        """Return the record of the lock's holder; {} if there is none. Raises OSError on failure."""
         return holder_in(self.folder)
 
     def _wait(self, patient: bool) -> bool:
@@ -128,7 +128,7 @@ class ObjectLock:
 
 
 def holder_in(folder: str) -> dict[str, Any]:
-    """Return the record of a folder's lock holder; {} if the folder is not locked. Raises OSError."""
+    """Return the record of a folder's lock holder; {} if the folder is not locked. Raises OSError on failure."""
     try:
         record = json.loads(retried(folder, connect(folder).cat_file, f"{folder}/{LOCK}"))
     except FileNotFoundError:

@@ -44,7 +44,7 @@ _TRAINERS = count(1)
 
 
 def add_start(directory: Path, facts: Mapping[str, Any], save_code: bool, config: str | None = None) -> None:
-    """Record that the run was started or resumed, with the entries in `facts` and the config of this launch."""
+    """Record that the run was started or resumed, along with the entries in `facts` and the config of this launch."""
     starts = read_starts(directory)
     if not starts and (directory / RECORD).exists():
         os.replace(directory / RECORD, directory / f"{RECORD}.damaged")  # a person may still want to read it
@@ -133,9 +133,9 @@ def note_epoch(directory: Path, epoch: int, step: int) -> None:
 
 
 def epochs_begun(directory: Path) -> dict[int, int]:
-    """Return the number of steps before each epoch that has started, keyed by epoch.
+    """Return how many steps preceded each epoch that has started, keyed by epoch.
 
-    If an epoch was repeated after a resume, its latest start is used.
+    If an epoch was repeated after a resume, its most recent start counts.
     """
     begun: dict[int, int] = {}
     if (directory / EPOCHS).is_file():

@@ -104,7 +104,7 @@ class Mirror:
         self._lock = threading.Lock()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the lock, which is only for the threads of this process."""
+        """Leave out the lock, which serves only this process's threads."""
         return {name: value for name, value in vars(self).items() if name != "_lock"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -112,7 +112,7 @@ class Mirror:
         vars(self).update(state, _lock=threading.Lock())
 
     def upload(self) -> None:
-        """Upload changed files. A failure is logged once and does not end the run. The next upload tries again."""
+        """Upload changed files. A failure is logged once and does not end the run, and the next upload tries again."""
         with self._lock:
             try:
                 for name in _names_below(self.folder):
@@ -139,7 +139,7 @@ class Mirror:
             )  # fmt: skip
 
     def download(self) -> None:
-        """Download files that are missing from the local folder or differ there. Raises ConfigError.
+        """Download files that are missing locally or differ from their local copies. Raises ConfigError on failure.
 
         A local file that starts with the stored contents is kept: it is newer if the run was killed on this machine.
         """
@@ -165,7 +165,7 @@ def lock_of(folder: Location, stage: str) -> "RunLock | ObjectLock":
 
 # --- run directories in a store ---------------------------------------------------------------------------------------
 def names_in(folder: Address) -> list[str]:
-    """Return the names in a store's folder; [] if the folder does not exist. Raises ConfigError."""
+    """Return the names in a store's folder; [] if the folder does not exist. Raises ConfigError on failure."""
     try:
         entries = retried(folder, connect(folder).ls, folder, detail=False)
     except FileNotFoundError:
@@ -228,7 +228,7 @@ def copy_of(root: Address) -> Path:
 
 
 def objects_below(address: Address) -> list[str]:
-    """Return the relative names of all objects below an address. Raises ConfigError."""
+    """Return the relative names of all objects below an address. Raises ConfigError on failure."""
     try:
         names = sizes_below(address)
     except OSError as error:

@@ -99,5 +99,5 @@ def _remove_empty(*folders: Path) -> None:
 
 
 def _entries(folder: Path) -> list[Path]:
-    """Return the sorted entries of a folder; [] for a link or anything else."""
+    """Return the sorted entries of a folder; [] if the path is a link or is not a folder."""
     return sorted(folder.iterdir()) if folder.is_dir() and not folder.is_symlink() else []

@@ -51,7 +51,7 @@ class RunFile:
             _replace(directory, self._started)
 
     def store_config(self, directory: Path, values: Mapping[str, Any]) -> None:
-        """Write the config of a resumed run that has trained a step. `values` come from `config_of`."""
+        """Write the config of a resumed run after the run has trained a step. `values` come from `config_of`."""
         self._started |= values
         _replace(directory, {**read(directory), **values})
 
@@ -113,7 +113,7 @@ def config_of(text: str | None, explicit: str | None) -> dict[str, Any]:
 
 
 def flat_config(text: str) -> dict[str, Any]:
-    """Return the values of a YAML config as a dict with dotted keys. A list is a single value."""
+    """Return the values of a YAML config as a dict with dotted keys. A list counts as a single value."""
     import yaml  # not at the top: readers of runs do not need it
 
     flat: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Setup of the data: find and check a stage's loaders, and distribute their batches over processes and replicas."""
+"""Sets up the data: finds and checks a stage's loaders, and distributes their batches over processes and replicas."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -37,7 +37,7 @@ LIMIT_OF = {stage: f"limit_{short}_batches" for stage, short in SHORT.items()}
 
 
 def prepare_data(call: Call) -> None:
-    """Call prepare_data in one process on each machine, or in a single process, while the others wait."""
+    """Call prepare_data in one process per machine, or in only one process overall, while the others wait."""
     place = call.strategy.place
     if place.local_rank == 0 and (place.node_rank == 0 or getattr(call.datamodule, "prepare_data_per_node", True)):
         if call.datamodule is not None:
@@ -75,7 +75,7 @@ def make_loaders(call: Call, begun: Mapping[str, Any] | None = None) -> None:
 def plan_validation(call: Call) -> None:
     """Set the interval between validations, in batches per replica or in seconds.
 
-    Neither is set if validations run at the end of epochs.
+    If validations run at the end of epochs, neither interval is set.
     """
     interval, over_epochs = call.trainer.val_check_interval, call.trainer.check_val_every_n_epoch is None
     if "validation" not in call.data.evaluations:

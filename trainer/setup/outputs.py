@@ -1,4 +1,4 @@
-"""Outputs of a starting run: the records in its run directory, its loggers, and its progress."""
+"""Outputs of a run that is starting: the records in its run directory, its loggers and its progress."""
 
 import logging
 import math
@@ -16,7 +16,7 @@ log = logging.getLogger("legato")
 
 
 def record_start(call: Call, source: Location | None = None, evaluated: tuple[int, int] | None = None) -> None:
-    """On rank 0, record this launch in the run directory: command line, layout, versions, code.
+    """On rank 0, record this launch in the run directory: command line, layout, versions and code.
 
     Args:
         source: the checkpoint that the call resumes from or evaluates.

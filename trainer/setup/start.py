@@ -1,4 +1,4 @@
-"""The order of setup, and its last part: restore the rest of the checkpoint, open loggers, start the watchdog."""
+"""The steps of setup, and the last of these: restore the rest of the checkpoint, open loggers, start the watchdog."""
 
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any

@@ -88,7 +88,7 @@ class GroupStrategy(Strategy):
         return backend_for(self.device, self.process_group_backend, shared=self.devices.count(self.device) > 1)
 
     def prepare(self, task: "Task", optimizers: Sequence[Optimizer]) -> list[Optimizer]:
-        """Prepare the placed task for training. Every rank starts with rank 0's weights."""
+        """Prepare the task for training after it has been placed. Every rank starts with rank 0's weights."""
         self.flat_sum = FlatSum(task, self.data_ranks) if self.data_ranks.size > 1 else None
         prepared = super().prepare(task, optimizers)
         self._share_weights(task)

@@ -191,7 +191,7 @@ class Strategy:
         )
 
     def prepare(self, task: "Task", optimizers: Sequence[Optimizer]) -> list[Optimizer]:
-        """Prepare the placed task for training on `layout`. Return the optimizers to use."""
+        """Prepare the task for training on `layout` after it has been placed. Return the optimizers to use."""
         from ...tasks.task import Task
 
         trainer, self.replica = task.trainer, None

@@ -215,7 +215,7 @@ class Bucket:
         self.work = dist.all_to_all_single(self.incoming, self.outgoing, counts, out, group=self.group, async_op=True)
 
     def gather(self) -> None:
-        """Sum this process's share over all partial nodes, and gather the shares of all processes."""
+        """Sum this process's share of all partial nodes, and gather the shares of all processes."""
         self._wait()
         total = add_up(self.nodes_of, self.incoming.view(-1, self.share), Tensor.add_)
         # the send buffer is free again

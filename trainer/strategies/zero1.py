@@ -1,4 +1,4 @@
-"""ZeRO stage 1: DDP with optimizer states sharded over processes.
+"""ZeRO stage 1: DDP with optimizer states sharded across processes.
 
 See Rajbhandari et al. 2020, "ZeRO" (https://arxiv.org/abs/1910.02054). Legato uses torch's ZeroRedundancyOptimizer.
 """
@@ -45,7 +45,7 @@ class Zero1Strategy(DDPStrategy):
         raise ConfigError("zero1 does not support elastic=true, because the shard of a dead process is lost. Use ddp.")
 
     def prepare(self, task: "Task", optimizers: Sequence[Optimizer]) -> list[Optimizer]:
-        """Prepare the placed task. The returned optimizers update this process's shard and fetch the other weights."""
+        """Prepare the task. The returned optimizers update this process's shard and fetch the other weights."""
         prepared = super().prepare(task, optimizers)
         return prepared if self.place.world_size == 1 else [self._sharded(optimizer) for optimizer in prepared]
 
@@ -114,7 +114,7 @@ class Zero1StateDicts(ShardedStateDicts):
     read_in_parts = ("optimizer_states",)
 
     def parts(self, world_size: int) -> StateParts:
-        """Return how a run is divided among processes. The optimizer's state is sharded over all processes."""
+        """Return how a run is divided among processes. The optimizer's state is sharded across all processes."""
         return StateParts(world_size, optimizer=world_size)
 
     def __init__(self) -> None:

@@ -39,7 +39,7 @@ class DataParallelStrategy(Strategy):
 
     # --- the task ---------------------------------------------------------------------------------------------------
     def prepare(self, task: "Task", optimizers: Sequence[Optimizer]) -> list[Optimizer]:
-        """Prepare the placed task. Raises ConfigError for settings that do not work on multiple devices."""
+        """Prepare the task for training. Raises ConfigError for settings that do not work on multiple devices."""
         prepared = super().prepare(task, optimizers)
         if len(self.devices) > 1:
             self._refuse_unsupported(task)

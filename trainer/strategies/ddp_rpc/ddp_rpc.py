@@ -318,7 +318,7 @@ class DDPRPCStrategy(DDPStrategy):
 
     # --- the end ----------------------------------------------------------------------------------------------------
     def finish(self) -> None:
-        """Build the remote modules in the task: with their weights on rank 0, and on the meta device on other ranks."""
+        """Build the remote modules in the task, with trained weights on rank 0 and as meta tensors on other ranks."""
         super().finish()
         if self.task is not None:
             is_kept = self.place.rank == 0

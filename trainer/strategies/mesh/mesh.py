@@ -296,7 +296,7 @@ class MeshStrategy(GroupStrategy):
             task.to(self.device)
 
     def prepare(self, task: "Task", optimizers: Sequence[Optimizer]) -> list[Optimizer]:
-        """Prepare the placed task for training. Raises ConfigError for optimizers that do not work on the mesh."""
+        """Prepare the task after it has been placed. Raises ConfigError for optimizers that do not work on the mesh."""
         if self.mesh is not None:
             if task.trainer.reproducible == "bitwise" and optimizers and task.automatic_optimization:
                 self._refuse_bitwise(task, optimizers)
@@ -458,7 +458,7 @@ class MeshSteps(nn.Module):
 
 
 class FSDPStrategy(MeshStrategy):
-    """Shards parameters, gradients and optimizer states over all processes. Each process runs its own replicas."""
+    """Shards parameters, gradients and optimizer states across all processes. Each process runs its own replicas."""
 
     name = "fsdp"
 

@@ -63,7 +63,7 @@ class ShardTree:
             block.reset()
 
     def close(self) -> None:
-        """Do nothing, because the reductions belong to FSDP's wrappers."""
+        """Do nothing, because FSDP's wrappers own the reductions."""
 
 
 class TreeReduceScatter:

@@ -71,7 +71,7 @@ class TensorShards:
         """States of the random generators after a column layer, until its row layer is called."""
 
     def attach(self, task: nn.Module, words: Mapping[str, str]) -> None:
-        """Replace the forward methods of the layers in a plan, so that these layers compute shard by shard."""
+        """Replace the forward methods of the layers in a plan, so that the layers compute one shard at a time."""
         columns = [task.get_submodule(name) for name, word in words.items() if word == "column"]
         rows = [task.get_submodule(name) for name, word in words.items() if word == "row"]
         give_forwards(columns, lambda kind: lambda layer, inputs: self._column(layer, inputs))
@@ -104,7 +104,7 @@ class TensorShards:
         return like(inputs, output if layer.bias is None else output + local(layer.bias), Replicate())
 
     def _cut(self, tensor: Tensor, dim: int) -> list[Any]:
-        """Split a tensor into this process's shards. Each shard has the memory layout of a single shard."""
+        """Split a tensor into this process's shards. Each shard is laid out as if it were the only one."""
         return with_allocated_memory([*local(tensor).chunk(len(self.owned), dim)])  # type: ignore[no-any-return]
 
     def add_up(self, values: Iterable[Tensor]) -> Tensor:

@@ -22,7 +22,7 @@ class Wrapping:
         self.added: list[set[Entry]] = []
 
     def done(self) -> None:
-        """Record the entries that wrapping has added, for `undo`."""
+        """Record the entries that wrapping added, so that `undo` can remove them."""
         self.added = [entries(module) - before for module, _, before in self.before]
 
     def undo(self) -> None:

@@ -127,7 +127,7 @@ class PipelineMeshStrategy(MeshStrategy):
                 replace_values(tensor, local.data.to(self.device))
 
     def prepare(self, task: "Task", optimizers: Sequence[Optimizer]) -> list[Optimizer]:
-        """Prepare the placed task for training. Raises ConfigError for settings that a pipeline does not support."""
+        """Prepare the task for training. Raises ConfigError for settings that a pipeline does not support."""
         if self.schedules is not None and optimizers:
             from ....tasks.task import Task
 
