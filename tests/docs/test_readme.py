@@ -24,7 +24,7 @@ def test_it_is_short_and_says_the_main_things_first() -> None:
     first = "\n".join(README[:20])
     assert "make demo" in first
     assert len(set(re.findall(r"\b[0-9a-f]{64}\b", first))) == 1
-    table = "\n".join(README).partition("## Where to look\n")[2]
+    table = "\n".join(README).partition("## Where to go next\n")[2]
     assert len(re.findall(r"^\| \[", table, re.MULTILINE)) == 6
 
 
