@@ -112,7 +112,7 @@ def backend_for(device: torch.device, chosen: str | None = None, shared: bool = 
                 f"to several processes. Omit process_group_backend to use gloo, or list each device once."
             )
         backend = "gloo"
-    # a backend may be registered without kinds of device
+    # a backend may be registered without device types
     kinds = distributed.Backend.backend_capability.get(backend, [kind] if chosen else [])
     if kind not in kinds and kind != "cpu":
         reason = f"its {backend} supports {' and '.join(kinds)} only" if backend else "it has no backend for them"
@@ -239,7 +239,7 @@ def assigned_device(device: torch.device) -> str:
 
     With SLURM's --gpus-per-task=1, each rank's device is cuda:0.
     """
-    variables = [VISIBLE.get(device.type, ""), "ROCR_VISIBLE_DEVICES"]  # AMD devices are also of kind cuda
+    variables = [VISIBLE.get(device.type, ""), "ROCR_VISIBLE_DEVICES"]  # AMD devices also have type cuda
     names = next(filter(None, map(get_variable, variables)), "")
     properties = _question(device, "get_device_properties")
     # the UUID: in containers, all ranks may have number 0

@@ -23,7 +23,7 @@ MASKED = 0x6D61736B
 def begin_step(run: Any, step: StepInput) -> None:
     """Run a step's masked batches. If no unmasked batch follows, leave the last masked batch to `stand_in`."""
     if run.optimization.automatic:
-        # once gradients are cleared, since these backward passes may add other processes' gradients to this shard
+        # after gradients are cleared, since these backward passes may add other processes' gradients to this shard
         train(run, step.masked if step.batches else step.masked[:-1], last=False)
 
 
@@ -45,7 +45,7 @@ def train(run: Any, batches: Sequence[ReplicaBatch], last: bool) -> None:
             output = strategy.training_step((batch, item.batch_idx)[: run.arity], None, reduces)
             losses = losses_of(output, len(inputs))
             for index, loss in enumerate(losses):
-                # multiplied by zero rather than skipped: FSDP's backward gathers and reduces on all ranks
+                # multiplied by zero rather than skipped: FSDP's backward pass gathers and reduces on all ranks
                 parameters = None if len(losses) == 1 else inputs[index]
                 strategy.backward(loss * 0.0, reduces, parameters, index + 1 < len(losses))
 

@@ -77,7 +77,7 @@ class Recheck:
         if self.step is None:
             return
         self._add("the loss", loss)
-        # found in the graph, since FSDP's gathered parameters exist only during forward and backward
+        # found in the graph, since FSDP's gathered parameters exist only during forward and backward passes
         for leaf in leaves_of(loss):
             if leaf not in self.hooks:
                 self.hooks[leaf] = leaf.register_hook(partial(self._take_gradient, leaf))
@@ -106,7 +106,7 @@ class Recheck:
         if step is not self.step:
             return
         run, number = self.trainer.current_run, self.trainer.global_step
-        # DDP changes its buckets after its first step, and with them the summation order over more than two ranks
+        # DDP changes its buckets after its first step, which changes the summation order over more than two ranks
         is_settled = number not in (run.preemption.first_step, run.optimization.regrouped_at)
         first = self._end_pass(is_settled)
         kept = [] if is_settled else [(parameter, parameter.grad) for parameter, _ in self.before]

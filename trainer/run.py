@@ -280,7 +280,7 @@ class Run(Call):
             self.metrics.return_to_batch(item.replica, item.samples)
             hooks.call("on_train_batch_end", as_outputs(output), batch, item.batch_idx)
         else:
-            # the step's last batch belongs to other processes, so values logged here have no samples to weigh them
+            # the step's last batch belongs to other processes, so values logged here have no samples to weight them by
             self.metrics.muted = True
             for hook in hooks.late["on_train_batch_end"]:
                 hook(None, None, self.state.epoch_rounds - 1)

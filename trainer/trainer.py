@@ -167,7 +167,7 @@ class Trainer(TrainerView):  # noqa: D101 - arguments and docstring come from Tr
         if optimization.clears_late and item is step.batches[0]:
             optimization.zero_gradients(step)
         losses = losses_of(output, len(optimization.loss_inputs))
-        weight = item.samples * run.gradient_scale / step.samples  # also right for short batches and accumulation
+        weight = item.samples * run.gradient_scale / step.samples  # also correct for short batches and accumulation
         if optimization.weights.used is not False or (isinstance(output, dict) and "weight" in output):
             weight = optimization.weights.take(output, item, step)
         for index, loss in enumerate(losses):

@@ -86,7 +86,7 @@ def newest_complete(root: Location, check: Check = verify) -> Location | None:
 
 def first_complete(paths: Iterable[Location], check: Check) -> Location | None:
     """Return the first checkpoint that passes `check`. Warn about earlier ones that fail."""
-    # stop at the first, because verification reads the whole checkpoint
+    # stop at the first one, because verification reads the whole checkpoint
     for path in paths:
         try:
             if check(path) is False:

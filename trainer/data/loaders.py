@@ -122,11 +122,11 @@ class MapLoader:
             in_order: whether to disable shuffling and repeat a custom sampler's first order in every epoch.
         """
         self.loader, self.seed, self.in_order = loader, seed, in_order
-        # Whether it has a custom batch sampler, whose batches must not be split
+        # Whether the loader has a custom batch sampler, whose batches must not be split
         self.own_batches = type(loader.batch_sampler) is not BatchSampler
         self.sampler: Any = loader.batch_sampler if self.own_batches else loader.batch_sampler.sampler  # type: ignore[union-attr]
         self.drop_last = bool(getattr(loader.batch_sampler, "drop_last", False)) and not self.own_batches
-        # Whether it yields one process's share, so that its DistributedSampler must be kept
+        # Whether the loader yields one process's share, so that its DistributedSampler must be kept
         self.is_share = False
         self.batches: DealtBatches | None = None
         self.sibling: DataLoader[Any] | None = None

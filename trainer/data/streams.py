@@ -156,7 +156,7 @@ class StreamData:
     def open(self, epoch: int, start_step: int) -> Iterator[Any]:
         """Return an iterator over the stream, positioned at `start_step` by a saved state or by skipping batches."""
         skipped = start_step * self.dealing.accumulate * self.dealing.layout.replicas
-        # used for one epoch only: the next one starts at its beginning, with samplers seeded by epoch
+        # used for one epoch only: the next one starts from its beginning, with samplers seeded by epoch
         restored, self.restored, self.is_restored = self.restored, {}, False
         if restored.get("epoch") == epoch - 1 and start_step == 0 and EPOCHS & {*restored.get("loader", ())}:
             return self._next_epoch(epoch, restored["loader"])

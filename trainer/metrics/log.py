@@ -94,7 +94,7 @@ class Metrics:
         self.loaders_seen: set[int] = set()
         # Evaluation loaders that logged a name without a loader index, by name
         self.loaders_of: dict[str, set[int]] = {}
-        # Series, value, weight, replica and step of each value that is not read yet
+        # Series, value, weight, replica and step of each value that has not been read yet
         self.pending: list[tuple[Series, Any, Any, int, int]] = []
         # `dropped`: the latest step, if it was dropped; its later values are ignored too
         self.batches_of_step, self.dropped = 0, -1

@@ -39,7 +39,7 @@ def require_dense_gradients(task: nn.Module, reasons: Sequence[str]) -> None:
         for name, module in task.named_modules()
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad
     ]
-    # torch fails in the first backward or clip, and reports a kernel rather than a layer
+    # torch fails in the first backward pass or when clipping, and reports a kernel rather than a layer
     if names and reasons:
         raise ConfigError(
             f"{' and '.join(reasons)} cannot be used with the sparse gradients of {first_names(names)}. Create the "

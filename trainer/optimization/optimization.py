@@ -60,7 +60,7 @@ class Optimization:
         """Whether anything runs right before or after an optimizer step."""
         # Whether weights and State may not match: from a step's first update until the step is counted
         self.updating = False
-        # Whether gradients are cleared only after the forward of a step's first batch
+        # Whether gradients are cleared only after the forward pass of a step's first batch
         self.clears_late = False
         # Whether a hook skips the update of this step; see `Trainer.leave_out_update`
         self.leaves_out_update = False
@@ -90,7 +90,7 @@ class Optimization:
         self.watches_losses = trainer.nan == "raise" or (trainer.nan == "skip" and scaled)
         # Index and share of each loss of the latest step, if a closure returns them; else None
         self.losses: list[tuple[int, Tensor]] | None = [] if self.own_optimizer_step else None
-        # With several losses, the parameters that the gradient of each one reaches; None: all
+        # With several losses, the parameters that each loss's gradient reaches; None: all
         self.loss_inputs: list[list[nn.Parameter] | None] = [None]
         if self.automatic and len(self.optimizers) > 1 and not self.strategy.takes_one_loss:
             # otherwise, as in a GAN, the gradient of one network's loss would reach the other network
@@ -206,7 +206,7 @@ class Optimization:
         replica, samples, in_batch = self.metrics.replica, self.metrics.samples, self.metrics.in_batch
         # values logged by a hook here count for the step, weighted by its number of samples
         self.metrics.leave_batches(step.samples)
-        # loading may already have seeded the generators for the forward, which hooks must not change
+        # loading may already have seeded the generators for the forward pass, which hooks must not change
         with self._keyed_hooks("on_before_zero_grad", self.draws_before_steps):
             for optimizer in self.optimizers:
                 self.hooks.call("on_before_zero_grad", optimizer)

@@ -36,7 +36,7 @@ class WeightWatch:
 
     def _marks(self) -> dict[str, list[int]]:
         """Return version counters and values of parameters, and of floating-point buffers outside torch's modules."""
-        # cuDNN's recurrent layers move their weights into one block of memory in forward
+        # cuDNN's recurrent layers move their weights into one block of memory in the forward pass
         recurrent = [module for module in self.task.modules() if isinstance(module, nn.RNNBase)]
         moved = {id(parameter) for module in recurrent for parameter in module.parameters()}
         marks = {

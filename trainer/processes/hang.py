@@ -174,7 +174,7 @@ class Watchdog:
     ) -> None:
         self.done.set()
         self.thread.join()
-        with suppress(RuntimeError):  # no new connection, because rank 0, which serves the store, may have ended
+        with suppress(RuntimeError):  # no new connection, because rank 0, which serves the store, may have exited
             if self.succeeded and self.board is not None:
                 position = {"where": "has done its work", "waits": False, "seconds": 0.0, "at": "", "idle": False}
                 self.board.write("done", position)

@@ -80,7 +80,7 @@ class Saver:
             lock = lock_of(folder, stage)
             lock.take(patient)
             self.locks[folder] = lock
-            if stage == "fit":  # an earlier fit may have died in a save; with the lock held, nobody else writes here
+            if stage == "fit":  # an earlier fit may have died mid-save; with the lock held, nobody else writes here
                 place = folder if isinstance(folder, Address) else location_of(folder)
                 for checkpoints in (place, place / CHECKPOINTS):
                     folder_at(checkpoints).sweep()

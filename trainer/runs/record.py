@@ -140,7 +140,7 @@ def epochs_begun(directory: Path) -> dict[int, int]:
     begun: dict[int, int] = {}
     if (directory / EPOCHS).is_file():
         for line in (directory / EPOCHS).read_text(encoding="ascii").splitlines():
-            with suppress(ValueError):  # a kill may have cut the line off
+            with suppress(ValueError):  # a kill may have truncated the line
                 entry = json.loads(line)
                 begun = {epoch: step for epoch, step in begun.items() if epoch < entry["epoch"]}
                 begun[entry["epoch"]] = entry["step"]

@@ -30,7 +30,7 @@ class Wrapping:
         if not self.added:
             self.done()
         for (module, kind, _), added in zip(self.before, self.added, strict=True):
-            # FSDP adds its state_dict hooks in the first forward
+            # FSDP adds its state_dict hooks in the first forward pass
             late = {
                 (name, key) for name, key in entries(module) if key is not None and is_fsdp(vars(module)[name][key])
             }
