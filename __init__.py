@@ -1,7 +1,7 @@
 """Legato: a trainer for PyTorch. A run gives the same result on any hardware and after any interruption.
 
-This module contains only the public names. Each is imported on first use, so that `legato --help` and messages about
-mistakes in a config do not wait for torch.
+This module contains only the public names. Each one is imported on first use, so `legato --help` and errors about a
+config don't have to wait for torch to load.
 """
 
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""`python -m legato`, for launchers that start a module: `torchrun -m legato fit config.yaml`."""
+"""Entry point for `python -m legato` and for launchers that run a module: `torchrun -m legato fit config.yaml`."""
 
 import sys
 

@@ -1,1 +1,1 @@
-"""The foundation of all packages: errors, messages, arguments, values and names. It imports no other package."""
+"""The foundation of all packages: errors, messages, arguments, values and names. Imports no other Legato package."""

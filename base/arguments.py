@@ -38,7 +38,7 @@ ACCELERATORS: tuple[str, ...] = get_args(AcceleratorName)
 
 
 def _may_be_device_type(name: str) -> bool:
-    # only torch knows which device types extensions add; without it, reject only names that look misspelled
+    # extensions of torch may add device types; until torch is imported, reject only names that look misspelled
     device_type = name.partition(":")[0]
     return device_type in ACCELERATORS[1:] or not did_you_mean(device_type, ACCELERATORS)
 
@@ -56,31 +56,32 @@ class TrainerArguments:
 
     Args:
         max_epochs: Stop after this many epochs. -1: no limit. Default: 1000, unless max_steps or max_time is set.
-        min_epochs: Minimum number of epochs. Nothing stops the run early before they are done.
+        min_epochs: Minimum number of epochs. The run never stops early before completing them.
         max_steps: Stop after this many optimizer steps. -1: no limit.
-        min_steps: Minimum number of optimizer steps. Nothing stops the run early before they are done.
+        min_steps: Minimum number of optimizer steps. The run never stops early before completing them.
         max_time: Stop after this duration: "DD:HH:MM:SS", a timedelta, or a mapping such as {"hours": 12}.
         fast_dev_run: Quick test: run this many batches of each stage (True: 1), without checkpoints or logs.
-        strategy: Placement of replicas on devices: "auto", a name such as "ddp" or "fsdp", or a mapping with `name` and
-            options.
-        accelerator: "cpu", "cuda" (or "gpu"), "mps", "xpu" or another device type of torch; "auto" selects the
+        strategy: How replicas are placed on devices: "auto", a name such as "ddp" or "fsdp", or a mapping with `name`
+            and options.
+        accelerator: "cpu", "cuda" (or "gpu"), "mps", "xpu" or another torch device type; "auto" selects the
             available one. "cuda:1" selects a single device.
         devices: Number of devices on this machine, or a list of their indices. "auto": all devices of an accelerator,
             or one process on CPU. If you repeat an index, several processes share that device.
         num_nodes: Number of machines.
-        replicas: Number of logical data-parallel workers, constant for the run. None: one per data-parallel process at
-            the start of the run.
+        replicas: Number of logical data-parallel workers, which stays the same throughout the run. None: one per
+            data-parallel process at the start of the run.
         precision: 32, 64, "bf16-mixed", "16-mixed", "bf16-true" or "16-true".
-        seed: Seed for the order of samples and for all random numbers.
-        reproducible: What is guaranteed for any number of processes: "order" (same samples and random numbers in each
+        seed: Seed for the sample order and all random number generators.
+        reproducible: Guarantee that holds for any number of processes: "order" (same samples and random numbers in each
             step), "bitwise" (bitwise identical results) or "off" (nothing).
         threads: Intra-op threads per process. This affects the low-order bits of results. None: torch's default, or 1
             under "bitwise".
-        deterministic: Use deterministic kernels only. For operations that have none, True raises an error and "warn"
-            issues a warning.
-        recheck_every: To detect faulty hardware, compute the first and every n-th step twice before the update, and end
-            the run if the results differ. Requires deterministic=True or reproducible="bitwise". None: never.
-        accumulate_grad_batches: Batches that each replica accumulates per optimizer step.
+        deterministic: Use only deterministic kernels. If an operation has none, True raises an error and "warn" issues
+            a warning.
+        recheck_every: To detect faulty hardware, compute the first step and every n-th step twice before updating the
+            weights, and end the run if the results differ. Requires deterministic=True or reproducible="bitwise". None:
+            never.
+        accumulate_grad_batches: Number of batches that each replica accumulates per optimizer step.
         gradient_clip_val: Maximum norm or absolute value of the gradients. None or 0: no clipping.
         gradient_clip_algorithm: "norm": clip the total norm; "value": clip each element.
         nan: How to handle NaN and infinity: "raise" ends the run if a loss is not finite, "skip" skips a step if its
@@ -93,39 +94,40 @@ class TrainerArguments:
             key `blocks` lists the module classes to compile.
         sync_batchnorm: Compute batch norm statistics over the batches of all replicas. Requires one process per
             replica.
-        limit_train_batches: Training batches of each replica per epoch: a number (int) or a fraction (float).
+        limit_train_batches: Training batches per replica per epoch: a number (int) or a fraction (float).
         limit_val_batches: Validation batches, counted over all replicas: a number (int) or a fraction (float).
         limit_test_batches: Test batches, counted over all replicas: a number (int) or a fraction (float).
         limit_predict_batches: Prediction batches, counted over all replicas: a number (int) or a fraction (float).
-        overfit_batches: Train and validate on this many batches only (int: number, float: fraction), with the training
+        overfit_batches: Train and validate on only this many batches (int: number, float: fraction), with the training
             batches in a fixed order. 0: off.
         use_distributed_sampler: True: shard training data across replicas, except for loaders that already yield a
             different share in each process. False: your loaders shard the data. "even": shard, and repeat the first
-            samples of an epoch until all replicas have the same number of samples, as required by steps that gather
+            samples of an epoch until all replicas have the same number of samples, which is required if a step gathers
             data.
         loader: Options that override those of every DataLoader that Legato shards by sample: num_workers,
-            prefetch_factor, persistent_workers, pin_memory. They affect the speed, not the samples.
+            prefetch_factor, persistent_workers, pin_memory. They affect speed, but not which samples are loaded.
         prefetch_to_device: On devices with streams, copy the next batch to the device while the current batch is being
             processed. Requires device memory for one more batch.
         reload_dataloaders_every_n_epochs: Call the loader hooks of the task or data module again every n epochs. 0:
-            never. After a resume, the calls are repeated for the resumed epoch with the same `current_epoch` as before.
-        leave_out_samples: Dataset indices of training samples to leave out of every batch. All other samples remain in
+            never. When a run resumes, the hooks are called again for the resumed epoch, with the same `current_epoch`
+            as before.
+        leave_out_samples: Dataset indices of training samples to leave out of every batch. All other samples stay in
             the same steps.
-        resume_at: What to do if a run resumes in the middle of an epoch and the samples of its steps have changed
+        resume_at: What to do if a run resumes in the middle of an epoch and the samples in its steps have changed
             (batch size, data, limits). "step": raise an error; "epoch": end that epoch and start the next.
         val_check_interval: Validate after this fraction of an epoch (float), this many training batches per replica
             (int), or this duration: "DD:HH:MM:SS", a timedelta or a mapping such as {"minutes": 30}.
-        check_val_every_n_epoch: Validate every n epochs. None: count val_check_interval's batches across epochs.
+        check_val_every_n_epoch: Validate every n epochs. None: count the batches for val_check_interval across epochs.
         num_sanity_val_steps: Validation batches to run before training. -1: all of them; 0: none.
-        inference_mode: Evaluate under torch.inference_mode; False: under torch.no_grad.
-        default_root_dir: Folder of the run directories: a path, or a URL such as s3://bucket/runs.
+        inference_mode: True: evaluate under torch.inference_mode; False: under torch.no_grad.
+        default_root_dir: Folder for run directories: a path, or a URL such as s3://bucket/runs.
         run_name: Name of the run. The run directory is default_root_dir/run_name/version_N.
         logger: Logger or list of loggers. True: TensorBoard and metrics.jsonl in the run directory; False or None: no
             logger.
         save_code: Store the git commit and uncommitted changes in the run directory. In a config, set `run.save_code`.
         log_every_n_steps: Optimizer steps between logging points. Values are read from the device only at logging
             points. The last step of a run is also a logging point.
-        callbacks: Callbacks of the run.
+        callbacks: Callbacks for the run.
         enable_checkpointing: Add a Checkpoint callback if you pass none.
         checkpoint_format: Format of checkpoints, an instance of a CheckpointFormat subclass. None: Legato's
             directories.
@@ -277,7 +279,7 @@ def documented_arguments(docstring: str | None) -> dict[str, str]:
 
 
 def problems(arguments: Mapping[str, Any], build: Build = lambda value, key, base: (value, [])) -> list[Problem]:
-    """Return the mistakes in the Trainer's arguments, with keys ("trainer", name).
+    """Return the mistakes in the Trainer's arguments. Their keys have the form ("trainer", name).
 
     Args:
         build: Function that checks a mapping with `_target_`. By default, such mappings are accepted unchecked.
@@ -317,5 +319,5 @@ def suggesting(cls: type, *methods: str) -> None:
         setattr(cls, method, with_suggestions(function, method, nearest))
 
 
-# outside of the class, whose source cli/config/classes.py reads as a plain dataclass
+# outside the class, because cli/config/classes.py parses its source as that of a plain dataclass
 TrainerArguments.__init__ = with_suggestions(TrainerArguments.__init__, "Trainer", instead_of)  # type: ignore[method-assign]

@@ -1,6 +1,6 @@
 """CheckpointIndex: the checkpoints that a callback keeps in a folder, with the values used to rank them.
 
-The index is a file beside the checkpoints, because a list inside a checkpoint would be outdated after the next save.
+The index is a separate file, because a list inside a checkpoint would be out of date after the next save.
 """
 
 import json
@@ -22,13 +22,13 @@ class Entry(NamedTuple):
 
 
 def is_name(name: object) -> bool:
-    """Return whether `name` is a valid checkpoint name: not hidden and without "/"."""
+    """Return whether `name` is a valid checkpoint name, that is, not hidden and without "/"."""
     return isinstance(name, str) and name.isprintable() and name[:1] not in ("", ".") and "/" not in name
 
 
 @dataclass
 class CheckpointIndex:
-    """A run's checkpoints in a folder, oldest first, and how they are ranked."""
+    """A run's checkpoints in a folder, oldest first, with the values used to rank them."""
 
     run: str = ""
     """Id of the run."""
@@ -79,7 +79,7 @@ def parse_index(content: Any) -> CheckpointIndex | None:
 
 def _entry(step: object, score: object, elapsed: object) -> Entry:
     numbers = [step, elapsed] if score is None else [step, elapsed, score]
-    # not isinstance(), for which JSON's true is an int
+    # not isinstance(), which accepts JSON's true as an int
     if type(step) is not int or not all(type(number) in (int, float) and math.isfinite(number) for number in numbers):  # type: ignore[arg-type]
         raise ValueError("not a valid entry of an index")
     return Entry(step, score, elapsed)  # type: ignore[arg-type]

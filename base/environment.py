@@ -56,7 +56,7 @@ def unset_variable(name: str) -> None:
 
 def replace_variables(variables: Mapping[str, str]) -> None:
     """Replace all variables with `variables`."""
-    # variables that a run has set must not remain in a notebook or test
+    # variables set by a run must not outlive it in a notebook or test
     os.environ.clear()
     os.environ.update(variables)
 

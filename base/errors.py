@@ -4,15 +4,15 @@
     |-- ConfigError       (ValueError)       a setting, file or argument is wrong; raised before the run starts
     |-- TaskError         (TypeError)        the task, one of its hooks or the result of a step is wrong
     |-- DataError         (ValueError)       a loader or sampler is not compatible with the run
-    |-- CheckpointError   (ValueError)       a checkpoint is missing, damaged or from another model
+    |-- CheckpointError   (ValueError)       a checkpoint is missing, damaged or from a different model
     |-- NonFiniteError    (ArithmeticError)  a loss or gradient is NaN or infinite
-    |-- CorruptionError   (ArithmeticError)  recomputing a step gave different bits
+    |-- CorruptionError   (ArithmeticError)  recomputing a step produced different bits
     |-- DisagreementError (RuntimeError)     the ranks of a run disagree about what to do next, or their weights differ
     |-- HangError         (RuntimeError)     the run made no progress; the message lists each rank's position
     `-- WorkerError       (RuntimeError)     a process of the run failed; contains the process's rank and traceback
 
-A message says what was expected, what was found and what to do. For a common mistake, it ends with the incorrect and
-correct lines of code (see `correction`).
+Each message says what was expected, what was found and what to do about it. For a common mistake, it ends with the
+incorrect line of code and the corrected one (see `correction`).
 """
 
 import difflib
@@ -41,7 +41,7 @@ class DataError(LegatoError, ValueError):
 
 
 class CheckpointError(LegatoError, ValueError):
-    """Raised if a checkpoint is missing, damaged or from another model."""
+    """Raised if a checkpoint is missing, damaged or from a different model."""
 
 
 class NonFiniteError(LegatoError, ArithmeticError):
@@ -49,7 +49,7 @@ class NonFiniteError(LegatoError, ArithmeticError):
 
 
 class CorruptionError(LegatoError, ArithmeticError):
-    """Raised if recomputing a step gives different bits (`recheck_every`)."""
+    """Raised if recomputing a step produces different bits (`recheck_every`)."""
 
 
 class DisagreementError(LegatoError, RuntimeError):
@@ -83,14 +83,14 @@ def nearest_name(word: str, names: Iterable[str], cutoff: float = 0.6) -> str:
     names = [str(name) for name in names]
     # 0.6 is difflib's default
     near = difflib.get_close_matches(word, names, 1, cutoff)
-    # words of very different length match by chance only: "root" in "dropout"
+    # words of very different lengths match only by chance, such as "root" in "dropout"
     near = [name for name in near if abs(len(name) - len(word)) < 3 or difflib.get_close_matches(word, [name], 1, 0.75)]
     near = [SYNONYMS[word]] if SYNONYMS.get(word) in names else near
     return near[0] if near else ""
 
 
 def correction(wrong: str, right: str) -> str:
-    """Return the incorrect and correct lines of code, to append to a message."""
+    """Return the incorrect line of code and the corrected one, to append to a message."""
     width = max(len(wrong), len(right))
     return f"\n    {wrong:<{width}}  # incorrect\n    {right:<{width}}  # correct"
 
@@ -110,7 +110,7 @@ def describe_import(error: BaseException) -> str:
 
 
 def first_names(names: Sequence[str], shown: int = 6) -> str:
-    """Join the first `shown` names, followed by the number of remaining names."""
+    """Join the first `shown` names, and append the number of remaining names."""
     return ", ".join(names[:shown]) + (f" and {len(names) - shown} more" if len(names) > shown else "")
 
 
@@ -118,14 +118,14 @@ def add_note(error: BaseException, note: str) -> None:
     """Add a note to an error. Before Python 3.11, append the note to the error's message instead."""
     if hasattr(error, "add_note"):
         error.add_note(note)
-    elif isinstance(error, OSError) and error.strerror is not None:  # str() of it reads strerror, not args
+    elif isinstance(error, OSError) and error.strerror is not None:  # its str() reads strerror, not args
         error.strerror += f"\n{note}"
     elif not isinstance(error, SystemExit):  # the argument of SystemExit is the exit code
         error.args = (f"{error.args[0]}\n{note}" if error.args else note, *error.args[1:])
 
 
 class Errors:
-    """The first error of a run, with later errors attached as notes."""
+    """The first error in a run, with later errors attached as notes."""
 
     def __init__(self) -> None:
         self.first: BaseException | None = None
@@ -141,7 +141,7 @@ class Errors:
         """Record an error. `when` is a clause such as "while teardown was called"."""
         if self.first is None:
             self.first = error
-        elif error is not self.first:  # a hook may reraise the error that it received
+        elif error is not self.first:  # a hook may reraise the error that was passed to it
             note = f"After that, {when}: {type(error).__name__}: {error}"
             add_note(self.first, note)
             if not isinstance(self.first, Exception):  # Python does not print the notes of an exit or interrupt
@@ -149,8 +149,8 @@ class Errors:
 
 
 def name_of(function: Callable[..., object]) -> str:
-    """Return the name of a function. For a method, prefix the name with the class of the method's object."""
-    while isinstance(function, partial):  # hooks of callbacks are partials with trainer and task
+    """Return the name of a function. For a method, include the class of the object it is bound to."""
+    while isinstance(function, partial):  # callback hooks are partials that bind the trainer and the task
         function = function.func
     owner = getattr(function, "__self__", None)
     name = getattr(function, "__name__", repr(function))

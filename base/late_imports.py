@@ -1,4 +1,4 @@
-"""Late imports: import the public names of a package when they are first accessed."""
+"""Late imports: imports the public names of a package when they are first accessed."""
 
 from collections.abc import Callable, Mapping
 from importlib import import_module
@@ -9,7 +9,7 @@ def importer(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
     """Return a `__getattr__` for `package`. `homes` maps each public name to the relative name of its module."""
 
     def get(name: str) -> Any:
-        # the import system caches the module, so a second access costs a dictionary look-up
+        # the import system caches the module, so later accesses cost only a dictionary lookup
         if name in homes:
             return getattr(import_module(homes[name], package), name)
         raise AttributeError(f"module {package!r} has no attribute {name!r}")

@@ -26,7 +26,7 @@ REPOSITORY = (
 class Address(str):
     """Address of a folder or file in an object store, such as s3://bucket/run, with some of `Path`'s attributes."""
 
-    # not a Path, which drops a slash: Path("s3://bucket") is s3:/bucket
+    # not a Path, because Path drops a slash: Path("s3://bucket") becomes s3:/bucket
     __slots__ = ()
 
     @property
@@ -46,7 +46,7 @@ class Address(str):
         return [] if self.endswith("://") else [self.parent, *self.parent.parents]
 
     def resolve(self) -> "Address":
-        """Return the address unchanged, because stores have no links."""
+        """Return the address unchanged, because object stores have no symlinks."""
         return self
 
     def absolute(self) -> "Address":
@@ -78,7 +78,7 @@ def to_absolute(place: "str | os.PathLike[str]") -> Location:
 
 
 def place_problem(place: str, writes: bool = True) -> str | None:
-    """Return why a run cannot read from a path or address or, if `writes` is true, write to it; None if it can."""
+    """Return the reason why a run cannot read from a location (or write to it if `writes` is true); None if it can."""
     scheme, mark, rest = place.partition("://")
     if not mark or scheme in ("file", "local"):
         if not mark and (match := ADDRESS.match(place)) is not None:
@@ -91,7 +91,7 @@ def place_problem(place: str, writes: bool = True) -> str | None:
     if scheme in STORES:
         extra, package = STORES[scheme]
         return None if find_spec(package) else f"is {place!r}, which needs {package}: pip install 'legato[{extra}]'."
-    from fsspec import available_protocols  # torch requires it
+    from fsspec import available_protocols  # torch depends on fsspec
 
     protocols = available_protocols()
     hint = did_you_mean(scheme, protocols) or f" Legato supports {', '.join(STORES)} and the protocols of fsspec."

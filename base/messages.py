@@ -28,7 +28,7 @@ class Output:
         self._try(lambda stream: stream.flush())
 
     def _try(self, action: Callable[[Any], object]) -> None:
-        # looked up for each call: notebooks, tests and redirect_stdout replace the stream
+        # looked up on each call, because notebooks, tests and redirect_stdout replace the stream
         stream = getattr(sys, self.name) or self.nowhere
         try:
             action(stream)
@@ -47,7 +47,7 @@ class Output:
         return getattr(getattr(sys, self.name) or self.nowhere, name)
 
     def __eq__(self, other: object) -> bool:
-        # tqdm compares streams to find bars that share the stream of a message
+        # tqdm compares streams to find the bars that share a message's stream
         return other is self or other is getattr(sys, self.name)
 
     def __hash__(self) -> int:
@@ -69,7 +69,7 @@ class _ToStderr(logging.Handler):
     """Handler that writes to the current stderr, above tqdm's bars."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        text, tqdm = self.format(record), sys.modules.get("tqdm")  # not imported here: a bar's owner has imported it
+        text, tqdm = self.format(record), sys.modules.get("tqdm")  # a program with bars has imported it
         if tqdm is None:
             print(text, file=STDERR, flush=True)
         else:
@@ -102,7 +102,7 @@ def shown_options() -> tuple[str, ...]:
 
 
 def is_quiet() -> bool:
-    """Return whether to show only warnings, without the layout, progress bars and tables."""
+    """Return whether to show only warnings, and no layout, progress bars or tables."""
     return logging.getLogger("legato").level > logging.INFO
 
 

@@ -34,7 +34,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Variables:
-    """Environment variables for a process's rank and node. For each value, the first variable that is set is used."""
+    """Environment variables for a process's rank and node. The first variable that is set determines each value."""
 
     rank: tuple[str, ...]
     world_size: tuple[str, ...]
@@ -81,7 +81,7 @@ def find_place(cluster: str = "auto") -> Place | None:
     If `cluster` is "off", only Legato's workers have a place. Raises ConfigError if the launcher's variables conflict.
     """
     worker = get_variable("LEGATO_WORKER")
-    # compared with the process id: a worker's child processes inherit the variable, but are not members of the group
+    # compared with the process id, because a worker's child processes inherit the variable but are not in the group
     if worker is not None and worker.split(":")[0] == str(os.getpid()):
         return _read(TORCH, "legato")
     if cluster == "off":
@@ -91,10 +91,10 @@ def find_place(cluster: str = "auto") -> Place | None:
 
 
 def _launched() -> Place | None:
-    # before SLURM and MPI: torchrun's processes also have the variables of their job, but torchrun defines the group
+    # checked before SLURM and MPI: torchrun's processes also have their job's variables, but torchrun defines the group
     if get_variable("TORCHELASTIC_RUN_ID") is not None:
         return _read(TORCH, "torchrun")
-    # a process started by one of Legato's workers inherits RANK, but is not a member of the group
+    # a process started by one of Legato's workers inherits RANK but is not a member of the group
     if get_variable("LEGATO_WORKER") is None and (place := _read(TORCH, "environment")) is not None:
         return place
     # an interactive shell, or a script that srun starts once, is a SLURM step with a single task: no group to join
@@ -186,7 +186,7 @@ def _in_group(rank: int, world_size: int) -> Place:
     """Return this process's place in the script's group: the launcher's place if its rank and size match."""
     try:
         launched = _launched()
-    except ConfigError:  # incomplete variables that the script has set, such as WORLD_SIZE alone
+    except ConfigError:  # the script may have set only some of the variables, such as WORLD_SIZE
         launched = None
     if launched is not None and (
         (launched.rank, launched.world_size) == (rank, world_size) or launched.origin == "torchrun"

@@ -19,7 +19,7 @@ def is_pretrained(value: Any) -> bool:
 def find_models(module: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the name and module of each outermost module with a `save_pretrained` method.
 
-    For example, an adapter is yielded, but not the base model inside it.
+    For example, an adapter is yielded, but the base model inside it is not.
     """
     if is_pretrained(module):
         yield name, module

@@ -1,4 +1,4 @@
-"""File names in run directories, and checks of names and paths. Does not import torch, to keep config checks fast."""
+"""File names in run directories, and checks for names and paths. Doesn't import torch, to keep config checks fast."""
 
 import errno
 import json
@@ -52,9 +52,9 @@ def not_writable(folder: Path, reason: object) -> ConfigError:
 
 
 def name_problem(name: str) -> str | None:
-    """Return why a run's name is not a valid folder name below the root; None if it is valid."""
+    """Return the reason why a run's name is not a valid folder name below the root; None if it is valid."""
     parts = Path(name).parts
-    # a name may contain slashes: it becomes nested folders below the root
+    # a name may contain slashes, which create nested folders below the root
     if not parts or Path(name).is_absolute() or ".." in parts or not name.isprintable():
         return f"must be a relative folder name below run.root, got {name[:60]!r}."
     return path_problem(name)
@@ -82,7 +82,7 @@ def address_problem(path: object) -> str | None:
 
 
 def path_problem(path: str) -> str | None:
-    """Return why a path is not valid on any common file system; None if it is valid."""
+    """Return the reason why no common file system accepts a path; None if the path is valid."""
     if (problem := address_problem(path)) is not None:
         return problem
     if "\0" in path:
@@ -96,7 +96,7 @@ def path_problem(path: str) -> str | None:
 def is_run_directory(folder: Path, name: str) -> bool:
     """Return whether a folder is the directory of a run with this name.
 
-    True for NAME/version_N, and for any folder with checkpoints because it may be a copy of a run directory.
+    This is true of NAME/version_N, and of any folder with checkpoints, since it may be a copy of a run directory.
     """
     parts = Path(name).parts
     if parts and VERSION.fullmatch(folder.name) is not None and folder.parts[-len(parts) - 1 : -1] == parts:
@@ -121,7 +121,7 @@ def read_small(path: Path) -> bytes:
 
 def regular_file_size(path: Path) -> int:
     """Return the size of a regular file in bytes. Raises OSError for anything else."""
-    # opening a FIFO would wait for a writer, and reading /dev/zero through a link would not end
+    # opening a FIFO would wait for a writer, and reading /dev/zero through a link would never end
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
         raise OSError(f"{path} is not a regular file")

@@ -81,12 +81,12 @@ def _find_trusted(path: str, kind: type, name: str) -> Callable[..., Any]:
 
     top = path.partition(".")[0]
     try:
-        # resolve_name imports modules, so it is called only for packages that the program has already imported, but not
-        # for the standard library, which is always imported and can start programs
+        # resolve_name imports modules, so it is called only for packages that the program has already imported, and
+        # never for the standard library, which is always imported and can start programs
         target = pkgutil.resolve_name(path) if top in sys.modules and top not in sys.stdlib_module_names else None
     except (ImportError, AttributeError, ValueError):
         target = None
-    # by the defining module: a module of the task's package may have imported os.system by name
+    # check the defining module: a module in the task's package may have imported os.system by name
     home, package = str(getattr(target, "__module__", "")), kind.__module__.partition(".")[0]
     is_class = isinstance(target, type) and issubclass(
         target, nn.Module | optim.Optimizer | optim.lr_scheduler.LRScheduler | Dataset

@@ -110,7 +110,7 @@ def _lengths(batch: Any, collated: int | None = None) -> list[int]:
 
 
 def _are_images(items: Any, collated: int | None) -> bool:
-    """Return whether each tensor in a list may be one sample's image (channels, height, width), not a batch field."""
+    """Return whether the tensors in a list may be images (channels, height, width) rather than fields of a batch."""
     if not all(isinstance(item, torch.Tensor) and item.ndim == 3 and item.size(0) <= 4 for item in items):
         return False
     return len(items) == collated or len({item.shape[1:] for item in items}) > 1

@@ -59,7 +59,7 @@ def default_store() -> Any:
 # --- sharded parameters -----------------------------------------------------------------------------------------------
 def forget_wrapping(module: nn.Module) -> None:
     """Remove `fully_shard`'s mark from a module, so that `fully_shard` can be applied again."""
-    # torch cannot undo it. Without this function, a task's second run fails because its state was garbage-collected.
+    # torch cannot undo `fully_shard`. A task's second run would fail, because the first run's state no longer exists.
     from torch.distributed import _composable_state
 
     _composable_state._module_state_mapping.pop(module, None)
@@ -109,7 +109,7 @@ def version_of(tensor: Tensor) -> int:
 
 @contextmanager
 def faking_tensors() -> Iterator[str]:
-    """In this context, create fake tensors, which use no memory. Yields the device to create them on."""
+    """Within this context, create fake tensors, which use no memory. Yields the device to create them on."""
     # not the device "meta", on which autocast has no effect and all activations would have full precision
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -136,7 +136,7 @@ ModuleParts = tuple[dict[str, Any], dict[str, Any], dict[str, Any]]
 
 
 def own_buffers(module: nn.Module) -> Tensors:
-    """Return a module's own buffers, keyed by name, including buffers that are None but not those of its children."""
+    """Return a module's own buffers, keyed by name, including those that are None but not those of its children."""
     return module._buffers
 
 
@@ -152,7 +152,7 @@ def replace_values(tensor: Any, values: Tensor) -> None:
 
 
 def module_parts(module: nn.Module) -> ModuleParts:
-    """Return a module's own parameters, buffers and children, not those of its children."""
+    """Return a module's own parameters, buffers and children, excluding those of its children."""
     return module._parameters, module._buffers, module._modules
 
 
@@ -295,13 +295,13 @@ def spare_compiler() -> None:
     if "torch._dynamo" in sys.modules or any(isinstance(finder, _CompilerImport) for finder in sys.meta_path):
         return
     for method in _tell_compiler():
-        # the attribute with the excluded method, which torch calls
+        # torch calls the method in this attribute
         method.__wrapped__.__dynamo_disable = method.__wrapped__
     sys.meta_path.insert(0, _CompilerImport())
 
 
 class _CompilerImport(MetaPathFinder):
-    """Import hook that never finds a module, but reverts `spare_compiler` when the compiler is imported."""
+    """Import hook that never finds a module but reverts `spare_compiler` when the compiler is imported."""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> None:
         if name == "torch._dynamo":
@@ -338,7 +338,7 @@ def iterates_plainly(loader: Any) -> bool:
 
 
 def reader_of(batches: Any) -> tuple[Callable[[], Any], float]:
-    """Return a function that reads the next batch from a loader's iterator, and how many batches it can read.
+    """Return a function that reads the next batch from a loader's iterator, and the number of batches it can read.
 
     The function skips torch's profiler range, which costs 35 us per batch, or 9 % of a small step.
     """
@@ -375,7 +375,7 @@ def end_loader_workers(iterator: Any, loader: Any = None) -> None:
 
 # --- torchmetrics -----------------------------------------------------------------------------------------------------
 def reductions_of(metric: Any) -> dict[str, Any]:
-    """Return how each state of a metric is reduced over ranks, keyed by state name."""
+    """Return how each state of a metric is reduced across ranks, keyed by state name."""
     reductions: dict[str, Any] = metric._reductions
     return reductions
 

@@ -92,7 +92,7 @@ def fit(expected: Any, value: Any, key: Key, build: Build) -> Fitted:
         return fitted, [Problem(key, _wrong((expected,), value)) if p.key == key else p for p in problems]
     if origin in (typing.Union, types.UnionType):
         return _fit_union(parts, value, key, build)
-    # before shapes: a mapping with `_target_` builds an object of any class
+    # checked before the shape, because a mapping with `_target_` builds an object of any class
     if is_target(value):
         if origin in _PLAIN:
             return value, [Problem(key, f"must not have a `{TARGET}`: it must be {name_of(expected)}.")]

@@ -58,7 +58,7 @@ which saves, runs last. A test checks this diagram against the code.
     on_exception                                 C T   when an exception ends the run; also in the data module
     teardown                                     C T   (stage); the data module's hook runs between these two
 
-`validate`, `test` and `predict` run the evaluation part alone, with `test` or `predict` in place of `validation`.
+`validate`, `test` and `predict` run only the evaluation part, with `test` or `predict` in place of `validation`.
 """
 
 from collections.abc import Mapping
@@ -92,7 +92,7 @@ class Callback:
         """Restore the state when a run resumes."""
 
     def setup(self, trainer: "Trainer", task: "Task", stage: str) -> None:
-        """Called first in a stage ("fit", "validate", "test", "predict"), before anything moves to a device."""
+        """Called when a stage begins ("fit", "validate", "test", "predict"), before anything is moved to a device."""
 
     def teardown(self, trainer: "Trainer", task: "Task", stage: str) -> None:
         """Called at the end of a stage, even after an exception."""
@@ -116,7 +116,7 @@ class Callback:
         """Called after the last epoch."""
 
     def on_train_epoch_start(self, trainer: "Trainer", task: "Task") -> None:
-        """Called when an epoch starts, or when a resumed run continues it."""
+        """Called when an epoch starts or a resumed run continues one."""
 
     def on_train_epoch_end(self, trainer: "Trainer", task: "Task") -> None:
         """Called after an epoch. Its metrics are in `trainer.callback_metrics`."""
@@ -124,7 +124,7 @@ class Callback:
     def on_train_batch_start(self, trainer: "Trainer", task: "Task", batch: Any, batch_idx: int) -> None:
         """Called for each batch of a local replica, once it is on the device. Return -1 to skip the rest of the epoch.
 
-        All processes must return the same value, so do not return -1 in a step where a process may have no batch.
+        All processes must return the same value, so do not return -1 in a step where some process may have no batch.
         """
 
     def on_train_batch_end(
@@ -179,7 +179,7 @@ class Callback:
     ) -> None:
         """Called after each evaluation batch."""
 
-    # aliases only of the functions above: an override of on_validation_start is not called in test and predict
+    # these are aliases of the functions above: an override of on_validation_start is not called in test or predict
     on_test_start = on_predict_start = on_validation_start
     on_test_end = on_predict_end = on_validation_end
     on_test_model_eval = on_predict_model_eval = on_validation_model_eval

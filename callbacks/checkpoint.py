@@ -116,7 +116,7 @@ class Checkpoint(CheckpointCallback):
                 raise ConfigError(f"Checkpoint: {name} must be 0 (never) or more, got {count}.")
         if isinstance(train_time_interval, timedelta):
             train_time_interval = train_time_interval.total_seconds() / 60
-        # None differs from 0: every_n_epochs=0 alone still saves at the end of the run (save_last)
+        # None is not the same as 0: with every_n_epochs=0 alone, save_last still saves at the end of the run
         if every_n_train_steps is None and every_n_epochs is None and train_time_interval is None:
             every_n_epochs = 1
         self.monitor, self.mode, self.save_top_k, self.save_last = monitor, mode, save_top_k, save_last
@@ -235,7 +235,7 @@ class Checkpoint(CheckpointCallback):
         self._seen_step = self._start_step = trainer.global_step
         self._begun_step = -1
         self._due_step, self._is_cut_off = -1, False
-        # the time interval starts at the newest checkpoint or, in a new run, at the run's start
+        # the time interval is measured from the newest checkpoint or, in a new run, from the start of the run
         last = next(reversed(self.index.checkpoints.values()), None)
         self._saved_at = trainer.elapsed if last is None else last.elapsed
 
@@ -406,13 +406,13 @@ class Checkpoint(CheckpointCallback):
         return index.kept(self.save_top_k, self.save_last)
 
     def _free_name(self, name: str, kept: set[str]) -> str:
-        """Return `name`, with a version number if `kept` contains it."""
+        """Return `name`, with a version number appended if `kept` contains it."""
         if name not in kept:
             return name
         return next(version for number in itertools.count(1) if (version := f"{name}-v{number}") not in kept)
 
     def _name(self, trainer: "Trainer", plain: bool = False) -> str:
-        """Return a name for the current step. If `plain`, ignore the template, so `resume="auto"` finds the name."""
+        """Return a name for the current step. If `plain` is true, ignore the template, so `resume="auto"` finds it."""
         if plain or self.filename is None:
             return trainer.saver.format.name(trainer.global_step)
         metrics = {name: float(value) for name, value in trainer.agreed_metrics.items()}

@@ -1,4 +1,4 @@
-"""DeviceStatsMonitor: logs memory statistics of the device, and the load and memory use of the CPU."""
+"""DeviceStatsMonitor: logs the device's memory statistics and the CPU's load and memory use."""
 
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ class DeviceStatsMonitor(Callback):
     """Logs statistics of rank 0's device at logging points, before and after a batch.
 
     On accelerators such as CUDA, it logs all values from torch.cuda.memory_stats or its equivalent. On MPS, it logs the
-    number of allocated bytes. On the CPU, it logs the load and memory use as percentages, which requires psutil. Names
+    number of allocated bytes. On CPU, it logs load and memory use as percentages, which requires psutil. Names
     have the form `DeviceStatsMonitor.on_train_batch_end/NAME`.
 
     Args:

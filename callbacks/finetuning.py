@@ -48,7 +48,7 @@ class BaseFinetuning(Callback):
     # --- modules ----------------------------------------------------------------------------------------------------
     @staticmethod
     def flatten_modules(modules: "Modules") -> "list[nn.Module]":
-        """Return the leaf modules in `modules`, and other modules with parameters of their own."""
+        """Return the leaf modules in `modules`, and any other modules that have parameters of their own."""
         from torch import nn
 
         if isinstance(modules, nn.Module):
@@ -185,7 +185,7 @@ class BackboneFinetuning(BaseFinetuning):
     """Freezes `task.backbone`, then unfreezes it with its own learning rate, which increases every epoch.
 
     Args:
-        unfreeze_backbone_at_epoch: First epoch that trains the backbone, counting from 0.
+        unfreeze_backbone_at_epoch: First epoch in which the backbone is trained, counting from 0.
         lambda_func: Function of the epoch (counted from 1) that returns the factor for the backbone's learning rate.
         backbone_initial_ratio_lr: Initial learning rate of the backbone as a fraction of the first group's.
         backbone_initial_lr: Initial learning rate of the backbone; overrides `backbone_initial_ratio_lr`.

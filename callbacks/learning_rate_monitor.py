@@ -90,7 +90,7 @@ class LearningRateMonitor(Callback):
         }
         seen: dict[str, int] = {}
         for optimizer in trainer.optimizers:
-            original = getattr(optimizer, "original", optimizer)  # strategy zero1 wraps the task's optimizer
+            original = getattr(optimizer, "original", optimizer)  # the zero1 strategy wraps the task's optimizer
             config = schedulers.get(id(original))
             name = config.name if config is not None and config.name else f"lr-{type(original).__name__}"
             count = seen[name] = seen.get(name, -1) + 1

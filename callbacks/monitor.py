@@ -63,7 +63,7 @@ class Monitor:
         return None if value is None or stale else float(value)
 
     def is_from_training(self, trainer: "Trainer") -> bool:
-        """Return whether training, not validation, has logged the metric."""
+        """Return whether the metric was logged in training rather than validation."""
         return not self.from_validation and self.name in trainer.agreed_metrics
 
     def is_missing(self, trainer: "Trainer") -> bool:
@@ -74,7 +74,7 @@ class Monitor:
         return self._validated or not sum(trainer.num_val_batches)
 
     def lacks_validation(self, trainer: "Trainer") -> str | None:
-        """Return why the run will end before validation logs a value, or None if validation will log one in time.
+        """Return the reason why the run will end before validation logs a value, or None if it will log one in time.
 
         Call this method before the first step.
         """
@@ -103,7 +103,7 @@ class Monitor:
     def refuse(self, trainer: "Trainer") -> NoReturn:
         """Save a checkpoint if the run saves any, then raise a ConfigError that lists the logged names."""
         if trainer.checkpoint_callback is not None:
-            # a misspelled name is noticed only after an epoch; resuming with the right name need not repeat that epoch
+            # a misspelled name goes unnoticed for an epoch; resuming with the right name should not repeat that epoch
             trainer.checkpoint_callback.save(trainer, always=True)
         logged = sorted(trainer.agreed_metrics)
         near = nearest_name(self.name, logged)

@@ -1,4 +1,4 @@
-"""Profile: records traces of some training steps with torch.profiler."""
+"""Profile: records traces of selected training steps with torch.profiler."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Profile(Callback):
-    """Records some optimizer steps during fit as traces for Perfetto or TensorBoard's profiler plugin.
+    """Records selected optimizer steps of a fit as traces for Perfetto or TensorBoard's profiler plugin.
 
     Each process writes `rank-N.*.pt.trace.json`. `wait`, `warmup`, `active` and `repeat` are the arguments of
     torch.profiler.schedule.

@@ -35,9 +35,9 @@ class ProgressBar(ProgressDisplay):
 
     The bar shows the epoch, the step, the time left in the epoch, samples per second over all replicas, and metrics
     logged with `prog_bar=True`. For training metrics, it shows the mean over the epoch so far. With multiple processes,
-    that mean only covers steps up to the latest logging point. For other metrics, the bar shows the latest value. tqdm
-    redraws the bar at most ten times a second. Outside terminals and notebooks, the callback prints one line per minute
-    instead. Metrics are read from the device at logging points and every two seconds.
+    that mean covers only the steps up to the latest logging point. For other metrics, the bar shows the latest value.
+    tqdm redraws the bar at most ten times a second. Outside terminals and notebooks, the callback prints one line per
+    minute instead. Metrics are read from the device at logging points and every two seconds.
 
     The table shows metrics logged with `prog_bar=True` and the metric that a Checkpoint callback monitors. An asterisk
     marks that metric's best value. If there are no such metrics, the table shows all logged metrics. Epochs are counted
@@ -97,7 +97,7 @@ class ProgressBar(ProgressDisplay):
     def on_train_start(self, trainer: "Trainer", task: "Task") -> None:
         """Start the run's clock."""
         self._began, state = time.monotonic(), trainer.state
-        ended = state.epoch_rounds >= trainer.num_training_batches  # saved in the validation after its last step
+        ended = state.epoch_rounds >= trainer.num_training_batches  # saved in the validation at its end
         self._start = trainer.current_epoch + ended, trainer.global_step, state.samples_seen
         saved, monitor = trainer.checkpoint_callback, self._monitor
         score = getattr(saved, "best_model_score", None) if monitor is not None else None
@@ -115,7 +115,7 @@ class ProgressBar(ProgressDisplay):
 
     def on_train_batch_end(self, trainer: "Trainer", task: "Task", outputs: Any, batch: Any, batch_idx: int) -> None:
         """Redraw the bar if enough steps and time have passed."""
-        if not self._enabled or trainer.metrics.step == trainer.global_step:  # in the middle of a step
+        if not self._enabled or trainer.metrics.step == trainer.global_step:  # the step is not complete yet
             return
         now = time.monotonic()
         if now >= self._next and trainer.global_step - self._shown_step >= self.refresh_rate:
@@ -135,7 +135,7 @@ class ProgressBar(ProgressDisplay):
         self._write_row(self._row(trainer, now), " *" if best else "")
 
     def on_fit_end(self, trainer: "Trainer", task: "Task") -> None:
-        """Write the run's epochs, steps, time and speed, and the monitored metric's best value."""
+        """Write the number of epochs and steps, the time, the speed and the monitored metric's best value."""
         if not self._enabled or not trainer.global_step:
             return
         self._close()

@@ -22,9 +22,9 @@ MOST_SHARE = 0.25
 class ThroughputMonitor(Callback):
     """Logs `throughput/samples_per_second` (over all replicas), `throughput/steps_per_second` and `epoch`.
 
-    Both rates are averages between logging points, excluding validation time. The callback warns once if more than a
-    quarter of that time is spent waiting for the training loader. On an accelerator, waiting time is counted only while
-    the device is idle.
+    Both rates are averages between logging points, excluding validation time. The callback warns once if training
+    spends more than a quarter of the time between two logging points waiting for its loader. On an accelerator, waiting
+    time is counted only while the device is idle.
     """
 
     def __init__(self) -> None:

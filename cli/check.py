@@ -59,7 +59,7 @@ OVERLAY = {
     "check_val_every_n_epoch": None,
     "min_steps": None,
     "min_epochs": None,
-    # a failing trial must fail, not restart
+    # a trial that fails must not be restarted
     "max_restarts": 0,
 }
 """Trainer arguments for a trial. `max_steps` is left unchanged, because learning rate schedules depend on it."""
@@ -185,7 +185,7 @@ def temporary_folder(original: "ConfiguredRun", report: Report) -> Iterator[Path
 
 
 def nearest(folder: Path) -> Path:
-    """Return the folder itself or its nearest existing parent, which is on the same disk."""
+    """Return the folder itself or, if it doesn't exist yet, its nearest existing parent, which is on the same disk."""
     return next(path for path in (folder, *folder.parents) if path.exists())
 
 
@@ -251,19 +251,19 @@ def trial_of(config: "Config", original: "ConfiguredRun", name: str, folder: Pat
         values[argument] = min(limit, batches) if isinstance(limit, int) else batches if limit else 0
     values |= OVERLAY | {"num_sanity_val_steps": min(1, abs(trainer.num_sanity_val_steps))}
     strategy = values["strategy"]
-    if isinstance(strategy, dict) and strategy.get("elastic"):  # no process leaves or joins a trial
-        # like an elastic run, which accepts parameters without gradients
+    if isinstance(strategy, dict) and strategy.get("elastic"):  # no process leaves or joins in a trial
+        # an elastic run accepts parameters without gradients
         values["strategy"] = {**strategy, "elastic": False, "find_unused_parameters": True}
     run = {**config.values["run"], "root": str(folder), "save_code": False}
     trial = build_config(config.changed(values, run=run))
     # built again for each stage, since callbacks keep state
     watching = [callback for callback in trial.trainer.callbacks if not isinstance(callback, SKIPPED)]
-    # a checkpoint at the end shows its size, and whether the state can be stored
+    # a checkpoint at the end shows how large it is and whether the state can be stored
     share = getattr(trainer.checkpoint_callback, "share_frozen", None)
     saving = [] if trainer.checkpoint_callback is None else [Checkpoint(every_n_epochs=0, share_frozen=share)]
     trial.trainer.callbacks = [Recorder(name), *watching, *saving]
     loggers = [logger for logger in trial.trainer.loggers if isinstance(logger, LOCAL_LOGGERS)]
-    # a run without loggers has no run directory for the records
+    # the records need a run directory, which a run without loggers doesn't have
     trial.trainer.loggers = [*loggers] or [JSONLinesLogger()]
     return trial
 

@@ -23,7 +23,7 @@ def run_completion(options: Namespace) -> None:
         import shtab
     except ImportError as error:
         raise ConfigError("legato completion needs the package shtab: pip install 'legato[completion]'") from error
-    # shtab needs one parser with subparsers, which the command line does not have
+    # shtab needs a single parser with subparsers, which the command line doesn't have
     parser = argparse.ArgumentParser(prog="legato")
     commands = parser.add_subparsers()
     for name, command in COMMANDS.items():

@@ -106,7 +106,7 @@ def measure_state(task: nn.Module, make_optimizers: "Callable[[], Sequence[Optim
     for optimizer in optimizers:
         try:
             optimizer.step()
-        except Exception as error:  # some optimizers read values, mostly after creating their state
+        except Exception as error:  # some optimizers read values, usually after creating their state
             # the state is complete if every parameter has an entry, wherever the step failed
             params = [param for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
             if not all(optimizer.state.get(param) for param in params):
@@ -268,7 +268,7 @@ class Plan:
         loader = self.loader
         if not is_dealable(loader) or MapLoader(loader, 0).own_batches:
             return "the loader creates its own batches"
-        # a repeated sample has the shapes of a batch, but reads a single file
+        # repeating one sample gives the shapes of a batch but reads only one file
         batch = loader.collate_fn([loader.dataset[0]] * MapLoader(loader, 0).batch_size)
         recomputed = self.values["activation_checkpointing"] or ()
         try:

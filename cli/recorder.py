@@ -79,7 +79,7 @@ class Recorder(MonitoringCallback):
     def on_fit_start(self, trainer: "Trainer", task: "Task") -> None:
         """Record which parameters receive gradients, using hooks that run before the reduction over ranks."""
         self.record.bits = bits_of(trainer)
-        # with hooks on tensors, since every parameter has a gradient after the reduction, possibly zero
+        # hooks on tensors, since after the reduction every parameter has a gradient, possibly zero
         trained = set(map(id, trainable(task)))
         missing = {name: parameter for name, parameter in task.named_parameters() if id(parameter) in trained}
         self.missing = set(missing)
@@ -107,7 +107,7 @@ class Recorder(MonitoringCallback):
         self._write(trainer)
         steps, is_resume = len(self.record.seconds), self.name == "resume"
         enough = is_resume or steps >= MOST_STEPS or now - self.began >= SECONDS
-        # stop before the end of the epoch, counting the resume's step, since a trial excludes work at the end of epochs
+        # leave one step for the resume, and stop before the end of the epoch, whose work a trial excludes
         enough = enough or trainer.state.epoch_steps + 2 >= trainer.steps_per_epoch
         if enough and (is_resume or steps >= LEAST_STEPS):
             trainer.should_stop = True

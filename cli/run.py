@@ -45,7 +45,7 @@ def run_fit(options: Namespace) -> None:
         requeue_early(number, section["requeue"])
         exit_at_once(number)
 
-    with handling_end_signals(end):  # until fit installs its handlers, since imports may take minutes
+    with handling_end_signals(end):  # needed until fit installs its handlers, since imports may take minutes
         config = load_to_fit(options.words, begin)
     launch_if_named(config, "fit")
     with handling_end_signals(end):

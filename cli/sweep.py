@@ -233,7 +233,7 @@ class Sweep:
     """
 
     def __init__(self, options: Namespace) -> None:
-        # a sweep always resumes; users may copy this word from the command for a run
+        # a sweep always resumes; users may have copied this word from the command for a single run
         words = [word for word in options.words if word != "resume=auto"]
         axes = [read_axis(word) if is_override(word) else None for word in words]
         self.axes = [axis for axis in axes if axis is not None]

@@ -124,7 +124,7 @@ def alone(trainer: "Trainer", task: "Task", item: ReplicaBatch, sample: Any) -> 
     with discarding_effects(run, item):
         batch = sample if run.transfer is None else run.transfer(sample, 0)
         seed_generators(mix(state.seed, state.global_step, item.replica, item.batch_idx))
-        # not a replica's last batch, so no gradient reduction starts
+        # False: not a replica's last batch, so no gradient reduction starts
         output = run.strategy.training_step((batch, item.batch_idx)[: run.arity], None, False)
         inputs = run.optimization.loss_inputs
         losses, gradients = losses_of(output, len(inputs)), list[torch.Tensor | None]()

@@ -49,7 +49,7 @@ class CheckpointRecord:
 
 
 class RunHistory:
-    """History of a run, read from its directory. Steps count from 1: step N increases `global_step` from N - 1 to N."""
+    """History of a run, read from its directory. Counting from 1, step N increases `global_step` from N - 1 to N."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory

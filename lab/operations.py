@@ -83,8 +83,8 @@ class _Recorder(DispatchMode):
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, str(operation)
         newest, running = node_numbers()
-        # Collectives finish later, in another thread. Reference counts decide whether tensors are detached, and whether
-        # gradients are moved or copied.
+        # Not recorded: collectives finish later, in another thread, and reference counts determine whether tensors are
+        # detached and whether gradients are moved or copied.
         if "c10d" in name or name == "aten.detach.default" or running == KEEPS_GRADIENT:
             return operation(*args, **kwargs)
         module, line = self._place()

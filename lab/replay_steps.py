@@ -198,7 +198,7 @@ def replay_steps(
     # only a watcher may end the replay
     trainer.min_steps = trainer.min_epochs = trainer.max_time = None
     content = next((record.content for record in history.checkpoints if record.content), {})
-    # resuming compares the environment with the checkpoint's; a start from step 0 does not
+    # resuming compares the environment with the checkpoint's; starting from step 0 does not
     environment = {} if source else history.start_of(first)[1].get("environment")
     trainer.callbacks = [*without_recorders(trainer.callbacks), *watchers, SameData(content, environment)]
     # the task adds its callbacks when training starts, after this list was filtered
@@ -207,7 +207,7 @@ def replay_steps(
     if source is None:
         trainer.fit(task, *data)
     else:
-        trainer.fit(task, *data[:3], resume=source.path)  # data may be followed by the checkpoint of a first start
+        trainer.fit(task, *data[:3], resume=source.path)  # a fourth item is the checkpoint of a first launch
     if trainer.global_step < last:
         raise DataError(f"The replay ended after step {trainer.global_step}, because the run has no step {last}.")
     return Replayed(history, source, last, directory, *sameness(history, steps, trainer))

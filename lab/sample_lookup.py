@@ -50,7 +50,7 @@ class SampleLookup:
         """Return the position of a step. If the run has not reached the step, use the latest settings."""
         epoch, begun, steps = self.history.epoch_of(step)
         # once a later epoch has started, this epoch's number of steps is recorded
-        if steps is None:  # the last recorded epoch, which may have been cut short
+        if steps is None:  # this is the last recorded epoch, which may have been cut short
             steps = self.steps_in(step, epoch)
             while steps is not None and step > begun + steps:
                 epoch, begun = epoch + 1, begun + steps

@@ -47,7 +47,7 @@ class SpikeWatch(Callback):
     `trainer.leave_out_samples`.
 
     Args:
-        factor: A value is a spike if it is more than this number of spreads above the median.
+        factor: A value is a spike if it is more than this many spreads above the median.
         window: Number of previous steps for the median and the spread.
         then: "warn" or "skip".
         most_in_a_row: Maximum number of consecutive finite spikes. Further high values are treated as a new level: they

@@ -87,7 +87,8 @@ class StragglerMonitor(Callback):
         if trainer.world_size == 1 or self._loaded is None:  # a step without a batch on this rank
             return
         if self._began is not None:
-            # without a gradient, only loading is own work; keep stamps, since a pending event has no time yet
+            # without a gradient, only loading counts as own work; stamps are kept, since a pending event has no time
+            # yet
             self._spans.append((self._began, self._ready or self._loaded))
         if self._last is not None and len(self._hooks) > 1:
             # hooks on all parameters cost time in each step, and the order of gradients does not change

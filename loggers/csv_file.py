@@ -40,13 +40,13 @@ class CSVLogger(Logger):
         # the resumed run logs the checkpoint's step again; values already in the file stay unchanged
         last = [row for row in kept if int(row["step"]) == resume_step]
         self._resume_step = resume_step
-        # an empty cell is not a value: only other rows have this column
+        # an empty cell means that the row has no value for this metric
         self._recorded = {name for row in last for name, value in row.items() if value}
         if self.columns:
             self._write_anew(kept)
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int) -> None:
-        """Write a row. Does nothing before `open`."""
+        """Write a row. Before `open`, this does nothing."""
         if self._path is None:
             return
         row = {name: value.item() if hasattr(value, "item") else value for name, value in metrics.items()}

@@ -114,7 +114,7 @@ class JSONLinesLogger(Logger):
 
 
 def keep_lines(path: Path, resume_step: int | None) -> tuple[dict[str, Any], int]:
-    """Atomically rewrite the file without lines after `resume_step`, invalid lines and the last line's newline.
+    """Atomically rewrite the file without invalid lines, lines after `resume_step` and the last line's newline.
 
     Returns the last point and the byte offset of its line.
     """

@@ -21,10 +21,10 @@ Batch = tuple[Tensor, Tensor]
 
 
 class Digits(Task):
-    """Classifies the ten digits. The network has about 68,000 parameters with 32 channels.
+    """Classifies the ten digits. With 32 channels, the network has about 68,000 parameters.
 
     Args:
-        channels: Number of channels of the first two convolutions; the last two have twice as many.
+        channels: Number of channels in the first two convolutions; the last two have twice as many.
         dropout: Dropout probability before the last layer.
         lr: Peak learning rate of the one-cycle schedule.
         weight_decay: Weight decay for AdamW.

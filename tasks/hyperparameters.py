@@ -97,7 +97,7 @@ class Hyperparameters:
         # from the innermost __init__ outwards: a subclass's argument replaces the one that it passed to its base class
         while frame is not None:
             values = inspect.getargvalues(frame)
-            # the end of this object's frames; a frame beyond may be the __init__ of an object that creates this one
+            # end of this object's frames; the next one may be the __init__ of an object that creates this one
             if not values.args or values.locals.get(values.args[0]) is not self:
                 break
             if frame.f_code.co_name == "__init__":

@@ -154,7 +154,7 @@ def _read_scheduler(entry: Any, monitor: str | None = None) -> SchedulerConfig:
             f"t_in_epochs={in_epochs}, so it would never change the learning rate. Remove the interval."
         )
     config.interval = interval
-    # or through the dict's key, for a custom scheduler that takes a metric; timm's plateau scheduler wraps torch's
+    # timm's plateau scheduler wraps torch's; for a custom scheduler that takes a metric, the dict may set this key
     inner = getattr(config.scheduler, "lr_scheduler", config.scheduler)
     config.reduce_on_plateau |= isinstance(inner, ReduceLROnPlateau)
     # `monitor` may also be in the optimizer's dict; the scheduler's dict takes precedence

@@ -283,12 +283,12 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
     ) -> None:
         """Log each item of `dictionary`. See `log` for the other arguments."""
         options = prog_bar, logger, on_step, on_epoch, reduce_fx, add_dataloader_idx, rank_zero_only, sync_dist
-        if type(self).log is not Task.log or "log" in self.__dict__:  # overridden by the task
+        if type(self).log is not Task.log or "log" in self.__dict__:  # the task overrides `log`
             names = "prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "add_dataloader_idx", "rank_zero_only"
             kwargs: dict[str, Any] = dict(zip((*names, "sync_dist"), options, strict=True))
             kwargs |= {"enable_graph": enable_graph}
             kwargs |= {} if sync_dist_group is None else {"sync_dist_group": sync_dist_group}
-            # without it the override's default applies
+            # if it is left out, the override's default applies
             kwargs |= {} if batch_size is None else {"batch_size": batch_size}
             for name, value in dictionary.items():
                 self.log(name, value, **kwargs)

@@ -35,7 +35,7 @@ class TaskHooks:
         """Called after the last epoch."""
 
     def on_train_epoch_start(self) -> None:
-        """Called when an epoch starts, or when a resumed run continues it."""
+        """Called when an epoch starts or a resumed run continues one."""
 
     def on_train_epoch_end(self) -> None:
         """Called after an epoch. You may still log values."""
@@ -47,7 +47,7 @@ class TaskHooks:
         """Called after each batch. For the last batch of a step, this is after the weight update."""
 
     def on_step_end(self) -> None:
-        """Called on every process at the end of each step. Override it, for example, to average the weights."""
+        """Called on every process at the end of each step, for example to average the weights."""
 
     def on_before_backward(self, loss: torch.Tensor) -> None:
         """Called before each backward pass."""

@@ -56,7 +56,7 @@ class ConfiguredRun:
 
 
 def build_config(config: Config) -> ConfiguredRun:
-    """Build the objects that a config describes. The config's seed is also used when building the task and the data.
+    """Build the objects that a config describes. The task and the data are also built with the config's seed.
 
     Raises ConfigError if building fails.
     """

@@ -143,7 +143,7 @@ class Config(Layer):
     def override_words(self) -> list[str]:
         """Return the resolved overrides as arguments, one per key, for a command that reads this config's file."""
 
-        # without run, resume, checkpoint and vars, which the file has
+        # without run, resume, checkpoint and vars, which are in the file
         sections = ("seed", "task", "data", "trainer", "callbacks", "loggers")
         return [
             f"{dotted(key)}={format_value(value)}"
@@ -173,7 +173,7 @@ def load_config(words: Sequence[str], before_imports: Callable[[Mapping[str, Any
 def check_config(layer: Layer, before_imports: Callable[[Mapping[str, Any]], None] | None = None) -> Config:
     """Check a merged layer and add defaults. Raises ConfigError as `load_config` does."""
     values = dict(layer.values)
-    # null removes an entry of an earlier file
+    # null removes an entry from an earlier file
     for name in ("callbacks", "loggers"):
         section = {} if name in values and values[name] is None else values.get(name)
         if isinstance(section, dict):
@@ -290,7 +290,7 @@ class KeyChecker:
                 yield Problem(
                     key, f"is not an argument of Trainer.{_foreign(name) or hint or _list_names(TRAINER.parameters)}"
                 )
-            # a name in a table; its class is parsed from source, not imported
+            # a name from a table, whose class is parsed from source rather than imported
             elif name == "strategy" and not is_target(value):
                 yield from self._named(value, key, {"auto": "", **STRATEGIES})
             else:
@@ -382,7 +382,7 @@ class KeyChecker:
             else:
                 near = misspelt_word(name) if nested else ""
                 mistakes.append(Problem(inner, f"is not an argument of {owner}.{near or _instead(inner, parameters)}"))
-        # the caller of a partial passes missing arguments
+        # the caller of a partial passes the missing arguments
         is_partial = nested and value.get(PARTIAL)
         for name, parameter in parameters.items():
             if parameter.required and name not in value and name not in positional and not is_partial:
@@ -438,7 +438,7 @@ def find_target(value: Mapping[str, Any], key: Key, base: type) -> Any:
     if not isinstance(target, type) and not (nested and callable(target)):
         kind = "function" if callable(target) else "module" if type(target).__name__ == "module" else "value"
         raise ConfigError(f"{path!r} is a {kind}, not a class{' or function' if nested else ''}.")
-    if isinstance(target, type) and base not in target.__mro__:  # not issubclass: an ABC may register others
+    if isinstance(target, type) and base not in target.__mro__:  # not issubclass: ABCs may register other classes
         raise ConfigError(f"{path!r} is not a subclass of {class_name(base)}, which is required here.")
     return target
 

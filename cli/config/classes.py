@@ -56,7 +56,7 @@ def _arguments_in(file: Path, module: str, name: str) -> list[str] | None:
         arguments = _of_function(init)[1:]  # without self
         if init.args.kwarg is None:
             return arguments
-        # otherwise the source does not show which arguments **kwargs may hold
+        # otherwise the source does not show which arguments **kwargs may contain
         if f"super().__init__(**{init.args.kwarg.arg})" not in ast.unparse(init):
             return None
     elif "dataclass" in decorators:
@@ -98,7 +98,7 @@ def _bindings(body: Sequence[ast.stmt], module: str, is_package: bool) -> dict[s
             names |= {alias.asname or alias.name: f"{home}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.Assign):
             names |= {target.id: None for target in node.targets if isinstance(target, ast.Name)}
-        elif isinstance(node, ast.If | ast.Try):  # includes `if TYPE_CHECKING:`, with this package's lazy imports
+        elif isinstance(node, ast.If | ast.Try):  # includes `if TYPE_CHECKING:`, where this package's lazy imports are
             names |= _bindings(node.body, module, is_package)
     return names
 

@@ -266,10 +266,10 @@ def read_config(arguments: Sequence[str], defaults: Mapping[str, Any] = MappingP
 
     Raises ConfigError for an invalid file or override. The message states where the mistake is.
     """
-    with suppress(OSError):  # the working directory may be gone
+    with suppress(OSError):  # the working directory may have been deleted
         project = project_configs()
         if project is not None and str(project.parent) not in sys.path:
-            # a project's configs name its modules; last, so that they do not shadow installed ones
+            # a project's configs name its modules; put them last, so that they don't shadow installed ones
             sys.path.append(str(project.parent))
     overrides = overrides_among(arguments)
     files = [word for word in arguments if word not in overrides]

@@ -34,7 +34,7 @@ def load_to_fit(arguments: Sequence[str], before_imports: Callable[[Mapping[str,
     task.
     """
     overrides = overrides_among(arguments)
-    # an override may change an entry that only the stored config has; then the files alone are not a valid config
+    # if an override changes an entry that only the stored config has, the files alone are not a valid config
     entries = [word for word in overrides if word.startswith(("callbacks.", "loggers.")) and "resume=auto" in arguments]
     config = load_config([word for word in arguments if word not in entries], before_imports)
     place_of_run = config.values["run"]
@@ -47,7 +47,7 @@ def load_to_fit(arguments: Sequence[str], before_imports: Callable[[Mapping[str,
     stored = load_config([str(run / CONFIG), *overrides])
     _require_same_task(run, config, stored)
     replicas, origins = stored.values["trainer"]["replicas"], _origins(run, stored)
-    if replicas is None:  # keep the run's number of replicas, also in later runs of its config
+    if replicas is None:  # keep the run's number of replicas, even in later runs of its config
         replicas, origins["trainer", "replicas"] = last_replicas(run), str(run / RECORD)
     # the run's current location, since its folder may have been moved
     run_section = stored.values["run"] | {name: place_of_run[name] for name in ("root", "name")}

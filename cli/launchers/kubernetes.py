@@ -164,7 +164,7 @@ class KubernetesLauncher(Launcher):
             # required by a podFailurePolicy
             "restartPolicy": "Never",
             "subdomain": name,
-            # longer than the default of 30 s: a run must start its save in that time, but may not finish it
+            # longer than the default of 30 s, in which a run must start its save but may not finish it
             "terminationGracePeriodSeconds": int(GRACE) + 30,
             "nodeSelector": dict(self.node_selector),
             "containers": [container],

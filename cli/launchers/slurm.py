@@ -1,6 +1,6 @@
 """SlurmLauncher: submits a run as an sbatch script.
 
-Before the job's time limit, the run saves a checkpoint and stops, and the job is requeued.
+Shortly before the job reaches its time limit, the run saves a checkpoint and stops, and the job is requeued.
 """
 
 import re

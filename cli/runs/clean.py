@@ -56,7 +56,7 @@ def deletions(runs: Sequence[RunDirectory], kinds: Sequence[str]) -> dict[str, l
     """Return the folders that may be deleted, by kind. Runs in use are omitted."""
     by_kind: dict[str, list[Deletion]] = {kind: [] for kind in kinds}
     for run in runs:
-        # an evaluation in progress reads a checkpoint of the run
+        # an evaluation in progress may be reading one of the run's checkpoints
         folders = (run.path, *(evaluation.path for evaluation in run.evaluations))
         if is_own_run(run.path) and not (run.state == RUNNING or any(map(is_held, folders))):
             kind, listed = deletable(run)

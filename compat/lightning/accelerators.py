@@ -90,7 +90,7 @@ class CUDAAccelerator(Accelerator):
 
 
 class MPSAccelerator(Accelerator):
-    """The GPU in an Apple machine."""
+    """Apple GPUs."""
 
     kind = "mps"
 

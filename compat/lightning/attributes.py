@@ -46,7 +46,7 @@ class LoggedMetrics(Values):
 
     def __init__(self, trainer: "TrainerAttributes", values: Mapping[str, Any]) -> None:
         super().__init__(values)
-        self.owner = trainer  # not named `trainer`, because the Tuner searches for this attribute
+        self.owner = trainer  # not named `trainer`, because the Tuner searches for an attribute with that name
         self.of_rank_0: set[str] = set()
 
     def update(self, values: Mapping[str, Any]) -> None:  # type: ignore[override]
@@ -257,7 +257,7 @@ class TrainerAttributes(OwnParts, Trainer):
     def ckpt_path(self) -> str | Path | None:
         """The checkpoint that the run started from, or the one that was set for the next run."""
         path: str | Path | None = self.__dict__.get("_ckpt_path")
-        source = getattr(self.run, "source", None)  # unknown until the processes of the call have joined
+        source = getattr(self.run, "source", None)  # unknown until the call's processes exit
         return str(source) if path is None and source is not None else path
 
     @ckpt_path.setter

@@ -59,7 +59,7 @@ class Code:
 
 # --- what a file may contain ------------------------------------------------------------------------------------------
 def _plain_classes() -> list[Any]:
-    """Return the classes that `torch.load` may load besides torch's own. Loading these never executes any code."""
+    """Return the classes that `torch.load` may load besides torch's own. Loading them never executes arbitrary code."""
     kinds = {type(np.dtype(code)) for code in np.typecodes["All"] if code not in "OVM"}
     classes: list[Any] = [timedelta, PosixPath, np.ndarray, np.dtype, *kinds]
     # a nested pickle is not read
@@ -97,7 +97,7 @@ def _wrap_code(values: Mapping[str, Any], is_outer: bool = True) -> dict[str, An
     for key, value in values.items():
         try:
             wrapped[key] = _wrap_code(value, False) if is_outer and _is_nested(key, value) else _wrapped(key, value)
-        except Exception as error:  # any error that a class of the program raises when it is pickled
+        except Exception as error:  # any error that one of the program's classes raises when it is pickled
             log.warning("The checkpoint does not contain %s, which cannot be pickled: %s", key, error)
     return wrapped
 
@@ -261,7 +261,7 @@ def _require_undamaged(path: Path) -> None:
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()
     except (zipfile.BadZipFile, FileNotFoundError, IsADirectoryError):
-        return  # a file from an old torch version or another program: torch reports it
+        return  # a file from an old torch version or another program; torch reports any error
     if damaged:
         raise CheckpointError(f"{path} is damaged: the checksum of {damaged} does not match.")
 
@@ -344,7 +344,7 @@ class LightningFile:
             saved = read(path, weights_only=self.weights_only)
         except CheckpointError:
             raise
-        except Exception:  # a file of another program, whose reader reports the error
+        except Exception:  # a file from another program, whose reader reports the error
             saved = None
         if not isinstance(saved, dict) or "state_dict" not in saved:
             return read_contents(path, names)

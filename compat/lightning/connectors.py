@@ -66,7 +66,7 @@ class CheckpointConnector(Connector):
         with TemporaryDirectory() as folder:
             path = Path(folder, "contents.ckpt")
             self.trainer.saver.save(path, bool(weights_only), False)
-            # safe: this process has just written any code in the file
+            # safe, because this process has just written any code in the file
             saved: dict[str, Any] = read(path, weights_only=False) if path.exists() else {}
         return saved
 

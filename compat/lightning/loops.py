@@ -113,7 +113,7 @@ class FitLoop(Loop):
 
     @property
     def done(self) -> bool:
-        """Whether a limit is reached."""
+        """Whether a limit has been reached."""
         limit, steps, epochs = self.trainer.max_epochs, self.trainer.max_steps, self.epoch_progress.current.processed
         by_epochs = limit not in (None, -1) and epochs >= (limit or 0)
         return by_epochs or (steps != -1 and self.trainer.global_step >= steps)

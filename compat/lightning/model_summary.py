@@ -47,7 +47,7 @@ class LayerSummary:
 
     @property
     def num_parameters(self) -> int:
-        """The number of the layer's parameters."""
+        """The number of parameters in the layer."""
         return sum(_count(parameter) for parameter in self.module.parameters())
 
     @property
@@ -128,7 +128,7 @@ class ModelSummary:
 
     @property
     def param_nums(self) -> list[int]:
-        """The number of each layer's parameters."""
+        """The number of parameters in each layer."""
         return [layer.num_parameters for layer in self._layers.values()]
 
     @property

@@ -191,7 +191,7 @@ class LightningModule(InitialHyperparameters, Task):
     def trainer(self, trainer: Any) -> None:
         self.__dict__["_trainer"] = trainer
         if trainer is not None:
-            rank_zero_only.rank = trainer.global_rank  # for rank-0 functions, from a process's first hook
+            rank_zero_only.rank = trainer.global_rank  # for rank-0 functions, even in the first hook
         for module in self.children():
             if isinstance(module, LightningModule):
                 module.trainer = trainer

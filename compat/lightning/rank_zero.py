@@ -22,7 +22,7 @@ rank_zero_only: Any = rank_zero.rank_zero_only
 """Decorator for functions that run only on rank 0. Its attribute `rank` is the rank of this process."""
 rank_zero_warn = rank_zero.rank_zero_warn
 
-if getattr(rank_zero_only, "rank", None) is None:  # these functions raise an error without a rank
+if getattr(rank_zero_only, "rank", None) is None:  # these functions raise an error if no rank is set
     rank_zero_only.rank = current_rank()
 
 

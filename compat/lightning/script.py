@@ -46,9 +46,9 @@ def run_lightning(arguments: Sequence[str]) -> None:
         if as_module:
             runpy.run_module(words[0], run_name="__main__", alter_sys=True)
         else:
-            runpy.run_path(os.path.abspath(words[0]), run_name="__main__")  # as Python sets `__file__`
+            runpy.run_path(os.path.abspath(words[0]), run_name="__main__")  # Python also makes `__file__` absolute
     except Exception as error:
-        # the user of a script expects Python's traceback, starting in the script
+        # users expect Python's traceback, starting in their script
         traceback = _from_script(error.__traceback__)
         sys.excepthook(type(error), error.with_traceback(traceback), traceback)
         if advice := advice_for(error, words):
@@ -71,7 +71,7 @@ def advice_for(error: BaseException, words: Sequence[str]) -> str:
     last = calls[-1] if calls else None
     if isinstance(error, LegatoError) or last is None or not last.filename.startswith(home):
         return ""
-    if (last.line or "").startswith("raise"):  # with a message that contains advice
+    if (last.line or "").startswith("raise"):  # the message already contains advice
         return ""
     place = f"{Path(last.filename).relative_to(home)}:{last.lineno}"
     return (

@@ -169,7 +169,7 @@ class Trainer(TrainerAttributes):
 
     def _show_arguments(self, arguments: dict[str, Any], algorithm: str | None) -> None:
         """Set the attributes that a program may read before a run, such as limits and the logger of fast_dev_run."""
-        if algorithm is None:  # as for hooks
+        if algorithm is None:  # hooks then receive None, as in Lightning
             self.gradient_clip_algorithm = None  # type: ignore[assignment]
         if not self.fast_dev_run:
             self.max_epochs = arguments["max_epochs"]

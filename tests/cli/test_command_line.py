@@ -103,7 +103,7 @@ def explained(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 def test_help_of_a_key_has_its_type_and_meaning(capsys: pytest.CaptureFixture[str]) -> None:
     text = explained(capsys, "trainer.accumulate_grad_batches")
     assert text.startswith("trainer.accumulate_grad_batches: int of at least 1\n")
-    assert "Batches that each replica accumulates" in text
+    assert "Number of batches that each replica accumulates" in text
     assert explained(capsys, "accumulate_grad_batches") == text
     assert explained(capsys, "seed").startswith("seed: int from 0 to 4294967295\n")
     assert explained(capsys, "replicas").startswith("trainer.replicas: int of at least 1 or null\n")

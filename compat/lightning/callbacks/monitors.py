@@ -145,11 +145,11 @@ class Timer(timer.Timer, Callback):
         return type(self).__qualname__
 
     def start_time(self, stage: str = "train") -> float | None:
-        """Return the monotonic clock time when a stage started."""
+        """Return the monotonic clock time at the start of a stage."""
         return self._starts.get(RunningStage(stage).value)
 
     def end_time(self, stage: str = "train") -> float | None:
-        """Return the monotonic clock time when a stage ended."""
+        """Return the monotonic clock time at the end of a stage."""
         return self._ends.get(RunningStage(stage).value)
 
     def time_elapsed(self, stage: str = "train") -> float:
