@@ -1,7 +1,7 @@
 """Device properties for every kind of accelerator. No other module mentions a specific kind.
 
-This module calls torch's generic functions (torch.accelerator, the device's module). It mentions a kind of device only
-if torch has no generic function.
+This module calls torch's generic functions (torch.accelerator, the device's module). It mentions a specific device type
+only if torch has no generic function.
 """
 
 import re
@@ -52,7 +52,7 @@ def has_streams(device: torch.device) -> bool:
 
 
 def name_of(device: torch.device) -> str:
-    """Return the device's product name, or its kind if torch does not know the name."""
+    """Return the device's product name, or its type if torch does not know the name."""
     ask = _question(device, "get_device_name")
     return device.type if ask is None else str(ask(device))
 
@@ -87,7 +87,7 @@ def _question(device: torch.device, name: str) -> Any:
 
 
 def make_current(device: torch.device) -> None:
-    """Make `device` the default of its kind, so that "cuda" in a task's code refers to the same device."""
+    """Make `device` the default device of its type, so that "cuda" in a task's code refers to the same device."""
     if device.type != "cpu":
         torch.accelerator.set_device_index(device)
 
@@ -125,7 +125,7 @@ def backend_for(device: torch.device, chosen: str | None = None, shared: bool = 
 
 
 def has_bfloat16(kind: str) -> bool:
-    """Return whether devices of this kind support bfloat16 natively. torch's emulation on older devices is slow."""
+    """Return whether devices of this type support bfloat16 natively. torch's emulation on older devices is slow."""
     ask = getattr(torch.get_device_module(kind), "is_bf16_supported", None)
     if ask is None:
         return True

@@ -46,7 +46,7 @@ def results(run: "Run", request: "Request") -> list[Any]:
 
 
 def _predictions(run: "Run") -> list[Any]:
-    """Return every rank's predictions in loader order; with several loaders, one list per loader."""
+    """Return every rank's predictions in loader order; with multiple loaders, one list per loader."""
     outputs, run.loop.outputs = run.loop.outputs, []  # the run outlives the call, and outputs may be large
     ranks = run.strategy.data_ranks.gather_objects(outputs)
     # by loader, batch and replica only: outputs may not be comparable

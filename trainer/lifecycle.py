@@ -167,7 +167,7 @@ def gather_metrics(run: Call) -> None:
 
 
 def call_exception_hooks(run: Call, errors: Errors) -> None:
-    """Call all on_exception hooks, and restore the modules' training mode after a failed evaluation."""
+    """Call all on_exception hooks and restore the modules' training mode after a failed evaluation."""
     error = errors.first
     assert error is not None
     for hook in run.hooks["on_exception"]:

@@ -69,7 +69,7 @@ def counted(run: Any, batches: Iterable[ReplicaBatch], step: str, arity: int) ->
 
 @contextmanager
 def discarding_effects(run: Any, item: ReplicaBatch) -> Iterator[None]:
-    """Use separate random numbers in this context, and revert any changes made to metrics and buffers within it."""
+    """Use separate random numbers in this context and revert any changes made to metrics and buffers within it."""
     metrics, state = run.metrics, run.state
     buffers = list(run.task.buffers())
     # buffers are copied for each masked batch, since another process counts these samples in batch norm

@@ -51,7 +51,7 @@ class Preemption:
 
     @contextmanager
     def handle_signals(self) -> Iterator[None]:
-        """Handle signals in this context. An evaluation has nothing to save, so a signal ends it at once."""
+        """Handle signals in this context. An evaluation has nothing to save, so a signal ends it immediately."""
         if self.stage != "fit":
             with self.watch:
                 yield
@@ -173,7 +173,7 @@ class Preemption:
         return path
 
     def log_end(self, path: Location | None) -> None:
-        """Log how the run ended, and requeue the SLURM job if so configured."""
+        """Log how the run ended and requeue the SLURM job if so configured."""
         trainer, number = self.trainer, self.agreement.signal
         if not trainer.is_global_zero:
             return

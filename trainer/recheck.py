@@ -31,7 +31,7 @@ BITS = 2**64 - 1
 
 
 class Recheck:
-    """Recomputation of the first and every n-th step, whose hashes must match those of the original computation.
+    """Recomputes the first and every n-th step, and checks that the hashes match those of the original computation.
 
     The recomputation logs nothing and restores metrics and generators, so it does not affect the run.
     """
@@ -99,7 +99,7 @@ class Recheck:
         return hashes
 
     def end_step(self, step: StepInput) -> None:
-        """Compute the step again if a recheck is due, and compare the hashes.
+        """Compute the step again if a recheck is due and compare the hashes.
 
         All ranks must call this before the update. Raises CorruptionError on all ranks if a hash differs.
         """

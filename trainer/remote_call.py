@@ -83,7 +83,7 @@ def _batch_holders(trainer: "Trainer") -> int:
 
 
 def run_in_workers(trainer: "Trainer", request: Request) -> Any:
-    """Run the request in workers, and load the trained weights into the caller's task.
+    """Run the request in workers and load the trained weights into the caller's task.
 
     Raises the error of the first worker that fails.
     """

@@ -360,7 +360,7 @@ class Run(Call):
         self.agree_on_stop()
 
     def end_training(self) -> None:
-        """Compare the ranks' weights one last time, and call the hooks that end training."""
+        """Compare the ranks' weights one last time and call the hooks that end training."""
         self.require_same_weights()
         self.optimization.begin_evaluation()  # without a matching end_evaluation
         # training is complete: an exit from here on is not reported as premature
@@ -465,7 +465,7 @@ class Run(Call):
         self.optimization.begin_evaluation()
 
     def end_validation(self) -> None:
-        """Return to training after a validation, and agree with the other ranks on whether to stop."""
+        """Return to training after a validation and agree with the other ranks on whether to stop."""
         self.optimization.end_evaluation()
         self.loop.doing = "train"
         self.metrics.open("train", fresh=False)

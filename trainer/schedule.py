@@ -27,7 +27,7 @@ class Schedule:
     # --- the end ----------------------------------------------------------------------------------------------------
     @property
     def epoch_is_full(self) -> bool:
-        """Whether the epoch's last step is done; False if the loader has no length."""
+        """Whether the epoch's last step has finished; False if the loader has no length."""
         return self.state.epoch_rounds >= self.trainer.num_training_batches
 
     def is_done(self) -> bool:
@@ -74,7 +74,7 @@ class Schedule:
 
     # --- steps and epochs -------------------------------------------------------------------------------------------
     def count(self, step: StepInput) -> None:
-        """Count a finished step, and step the step-interval schedulers.
+        """Count a finished step and step the step-interval schedulers.
 
         After an epoch's last step, also step the epoch-interval schedulers that need no metric.
         """

@@ -123,7 +123,7 @@ class Trainer(TrainerView):  # noqa: D101 - arguments and docstring come from Tr
         ckpt_path: Source = None,
         return_predictions: bool | None = None,
     ) -> list[Any]:
-        """Return predict_step's output for each batch, in loader order; with several loaders, one list per loader."""
+        """Return predict_step's output for each batch, in loader order; with multiple loaders, one list per loader."""
         return self.evaluate_alone("predict", model, dataloaders, datamodule, return_predictions, source=ckpt_path)
 
     # --- methods that a subclass may override ------------------------------------------------------------------------

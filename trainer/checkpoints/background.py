@@ -43,8 +43,8 @@ class Writer:
     ) -> None:
         """Copy `contents`, start a thread that writes the copy, and return.
 
-        First wait for the previous save to finish, and raise its error, if any. All ranks in `ranks` must call this,
-        and they must not use `ranks` for anything else until the save is done.
+        First wait for the previous save to finish, and raise its error if it failed. All ranks in `ranks` must call
+        this, and they must not use `ranks` for anything else until the save is done.
         """
         self.wait()  # two saves at once would need memory for two copies
         # flatten here, not in the thread, so that if a value is invalid, the traceback points to the save

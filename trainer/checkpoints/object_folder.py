@@ -139,7 +139,7 @@ class ObjectFolder:
             )
 
     def open_stage(self, name: str, needed: int, run: str) -> str:
-        """Mark a checkpoint as being written, and return the prefix for its files.
+        """Mark a checkpoint as being written and return the prefix for its files.
 
         If the checkpoint already exists, the prefix is a new folder.
         """
@@ -164,7 +164,7 @@ class ObjectFolder:
         return retried(place, lambda: fill(HashedUpload(connect(place).open(place, "wb", block_size=PART))))
 
     def publish(self, name: str, stage: str, files: Mapping[str, FileSum], run: str) -> None:
-        """Write the manifest, and delete the files that only the previous manifest lists."""
+        """Write the manifest and delete the files that only the previous manifest lists."""
         place, content, sizes = self.location / name, manifest.Manifest(dict(files), run, stage), self._sizes(name)
         _require_sizes(place, content.split()[0], sizes)
         if content.path(WRITING) not in sizes:

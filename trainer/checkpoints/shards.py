@@ -74,7 +74,7 @@ class ShardFiles:
             raise CheckpointError(f"{file} has no tensor {name!r}: {error}") from error
 
     def _opened(self, file: str) -> tuple[Any, set[str]]:
-        """Return an open file, and the names of the tensors in it."""
+        """Return an open file and the names of the tensors in it."""
         if file not in self._open:
             path = self.fetch(file)
             try:

@@ -243,7 +243,7 @@ class LocalFolder:
         return bases
 
     def add_base(self, write: Callable[[HashedFile], FileSum]) -> FileSum:
-        """Write a base under a unique name, and then rename it.
+        """Write a base under a unique name, then rename it.
 
         If two processes write the same base, the second file replaces the first.
         """

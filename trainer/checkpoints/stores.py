@@ -54,7 +54,7 @@ def _connection(bucket: str, process: int, thread: int) -> Any:
 
 
 def sizes_below(address: str) -> dict[str, int]:
-    """Return the sizes of all objects below an address, keyed by relative path. Raises OSError on failure."""
+    """Return the sizes of all objects under an address, keyed by relative path. Raises OSError on failure."""
     from fsspec.core import strip_protocol
 
     try:

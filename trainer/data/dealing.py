@@ -154,7 +154,7 @@ class DealtData:
             yield StepInput(unmasked, samples, rounds, is_full, masked)
 
     def read_samples(self, epoch: int) -> dict[str, list[Sample]]:
-        """Return the hashes of a few samples from each dataset, by loader name. All ranks must call this."""
+        """Return the hashes of a few samples from each dataset, keyed by loader name. All ranks must call this."""
         loaders = {name: part.loader for name, part in self.source.map_loaders().items()}
         # the shortest length: a rank that only lacks samples at the end must still compare as equal
         lengths = [length_of(loader.dataset) or 0 for loader in loaders.values()]

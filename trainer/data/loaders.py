@@ -36,7 +36,7 @@ _open_iterators: "weakref.WeakKeyDictionary[Any, Any]" = weakref.WeakKeyDictiona
 
 
 def open_loader(loader: Any) -> Iterator[Any]:
-    """Return an iterator over a loader, and register its workers for `close_loaders`."""
+    """Return an iterator over a loader and register its workers for `close_loaders`."""
     batches: Iterator[Any] = iter(loader)
     if getattr(loader, "num_workers", 0):
         _open_iterators[batches] = loader
@@ -145,7 +145,7 @@ class MapLoader:
         return None if kept else is_plain_shuffle(self.sampler, length_of(self.loader.dataset))
 
     def map_loaders(self) -> dict[str, "MapLoader"]:
-        """Return the loaders by name. The name of a single loader is ""."""
+        """Return the loaders, keyed by name. The name of a single loader is ""."""
         return {"": self}
 
     def order(self, epoch: int) -> EpochOrder:

@@ -112,7 +112,7 @@ def _encrypt(values: UInt64Array, network: _Network) -> UInt64Array:
 
 
 def _scramble(words: UInt64Array, key: np.uint64) -> UInt64Array:
-    """Hash words below 2^32 with a key. Multiplications wrap around at 2^64."""
+    """Hash words (integers below 2^32) with a key. Multiplications wrap around at 2^64."""
     mixed = words ^ key
     mixed *= np.uint64(FIRST)
     mixed ^= mixed >> np.uint64(32)
@@ -303,7 +303,7 @@ class EpochOrder:
         return without(listed, self.left_out) if self.left_out else listed
 
     def by_loader(self) -> "Mapping[str, EpochOrder]":
-        """Return the orders by loader name. A single loader's name is ""."""
+        """Return the orders, keyed by loader name. A single loader's name is ""."""
         return {"": self} if self.parts is None else self.parts
 
 

@@ -25,7 +25,7 @@ class ReplicaBatch:
 
     @property
     def indices_by_loader(self) -> dict[str, list[Any]] | None:
-        """The dataset indices of the batch's samples, by loader name. A single loader's name is "".
+        """The dataset indices of the batch's samples, keyed by loader name. A single loader's name is "".
 
         None if the data has no positions, as in streams.
         """
@@ -36,7 +36,7 @@ class ReplicaBatch:
 
     @property
     def indices(self) -> list[Any] | None:
-        """The dataset indices of a single loader's batch, or None if there are several loaders or no positions."""
+        """The dataset indices of a single loader's batch, or None if there are multiple loaders or no positions."""
         by_loader = self.indices_by_loader
         return None if by_loader is None else by_loader.get("")
 

@@ -233,7 +233,7 @@ class StreamData:
                 self.tracked.note(batch)
 
     def read_samples(self, epoch: int) -> dict[str, list[Sample]]:
-        """Return the hashes of an epoch's first batch by loader name, and store the batch until the epoch starts."""
+        """Return the hashes of an epoch's first batch, keyed by loader name. Store the batch until the epoch starts."""
         with kept_generators():
             batches = self.open(epoch, 0)
             if self.dealing.keyed:

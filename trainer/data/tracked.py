@@ -79,7 +79,7 @@ class TrackingCollate:
 
 
 class TrackedLoader:
-    """A loader that yields each batch as a `Delivery`, and records the states in the current epoch's deliveries."""
+    """A loader that yields each batch as a `Delivery` and records the states in the current epoch's deliveries."""
 
     def __init__(self, loader: "DataLoader[Any]") -> None:
         self.loader = loader

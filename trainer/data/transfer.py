@@ -55,7 +55,8 @@ class CopyStream:
 def to_device(batch: Any, device: torch.device, copies: CopyStream | None = None) -> Any:
     """Return `batch` with every tensor on `device`. Tuples, lists, mappings and dataclasses keep their type.
 
-    Copies from pinned memory do not block the host. Other objects are moved by their `.to(device)` method, if any.
+    Copies from pinned memory do not block the host. Other objects are moved with their `.to(device)` method if they
+    have one.
 
     Args:
         copies: copier for plain tensors, which uses a separate stream.

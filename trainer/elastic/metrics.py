@@ -15,7 +15,7 @@ ONCE_PER_PROCESS = -2
 
 
 class SharedStates(MetricStates):
-    """Metric states by replica, including the latest states from other processes."""
+    """The metric states of each replica, including the latest states from other processes."""
 
     def __init__(self, task: nn.Module, replicas: Iterable[int], by_replica: bool) -> None:
         super().__init__(task, replicas, by_replica)

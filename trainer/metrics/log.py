@@ -141,7 +141,7 @@ class Metrics:
         self.replica, self.samples, self.in_batch = replica, samples, True
 
     def open_loader(self, index: int) -> None:
-        """Append the loader's index to subsequent names if the evaluation has several loaders."""
+        """Append the loader's index to subsequent names if the evaluation has multiple loaders."""
         if self.loaders:
             self.suffix, self.loader = f"{LOADER_MARK}{index}", index
             self.loaders_seen.add(index)
@@ -338,7 +338,7 @@ class Metrics:
     def running_values(self) -> dict[str, float]:
         """Return the means over the training epoch so far for the progress bar. This reads values from the device.
 
-        With several processes, the result is empty, because each process has only its own values. The bar then shows
+        With multiple processes, the result is empty, because each process has only its own values. The bar then shows
         the latest logging point.
         """
         if self.stage != "train" or self.series is None or self.processes > 1:
@@ -632,7 +632,7 @@ class Metrics:
         return self.collectives.gather_objects(value)
 
     def gather_states(self, metrics: Iterable[Any]) -> dict[str, dict[int, States]]:
-        """Return the states of metrics on all ranks, by path and replica. All ranks must call this."""
+        """Return the states of metrics on all ranks, keyed by path and replica. All ranks must call this."""
         return self.states.gather(metrics, self.collectives)
 
 

@@ -92,7 +92,7 @@ class MetricStates:
         return replica in self.replicas
 
     def open_replica(self, replica: int) -> None:
-        """Store the states that the metric objects contain, and load those of a replica into the objects."""
+        """Store the states that the metric objects contain and load those of a replica into the objects."""
         replica = replica if self.swaps_states else self.replicas[0]
         if replica != self.replica or self.merged:
             self.save()
@@ -129,7 +129,7 @@ class MetricStates:
                 self.kept[path] = {self.replicas[0]: held_by(metric)}
 
     def snapshot(self) -> dict[str, dict[int, States]]:
-        """Return copies of all of this process's states, by path and replica, for `restore`."""
+        """Return copies of all of this process's states, keyed by path and replica, for use by `restore`."""
         self.save()
         return {path: {r: copied(states) for r, states in self._own(path).items()} for path in self.kept}
 
@@ -165,7 +165,7 @@ class MetricStates:
                 self.kept[path] = {}
 
     def gather(self, metrics: Iterable[Any], collectives: Ranks) -> dict[str, dict[int, States]]:
-        """Return the states of these metrics on all ranks, by path and replica. All ranks must call this."""
+        """Return the states of these metrics on all ranks, keyed by path and replica. All ranks must call this."""
         paths = [path for path in self.paths_of(metrics) if path in self.with_states]
         self.save()
         local = {path: {r: on_host(states) for r, states in self._own(path).items()} for path in paths}

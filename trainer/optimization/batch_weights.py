@@ -52,7 +52,7 @@ class BatchWeights:
         self.sums, self.counts = sums, [0, 0]
 
     def take(self, output: Any, item: ReplicaBatch, step: StepInput) -> Any:
-        """Add the batch's weight to the step's weights, and return the factor for the batch's loss."""
+        """Add the batch's weight to the step's weights and return the factor for the batch's loss."""
         weight = weight_of(output)
         self.newest = item.samples if weight is None else weight
         if output is not None:
@@ -107,7 +107,7 @@ class BatchWeights:
         return self.state.weight_scale or FIRST_SCALE
 
     def _settle(self, weight_of_sample: float) -> None:
-        """Record that batches have weights, and the magnitude of these weights.
+        """Record that batches have weights, and how large these weights are.
 
         Raises TaskError for invalid weights.
         """

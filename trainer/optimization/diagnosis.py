@@ -93,7 +93,7 @@ def diagnose_task(task: nn.Module) -> list[str]:
 
 
 def diagnose_forward(trainer: "Trainer") -> list[str]:
-    """Rerun the latest batch, and describe the first module with a non-finite output."""
+    """Rerun the latest batch and describe the first module with a non-finite output."""
     run, ranks = trainer.current_run, trainer.strategy.collectives
     batches = run.loop.step.batches if run.loop.step is not None else []
     # a forward pass may be collective (SyncBatchNorm, all_gather), so either all ranks run it or none

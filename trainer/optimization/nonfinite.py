@@ -78,7 +78,7 @@ class SkipGuard:
         return True
 
     def _roll_back(self) -> None:
-        """Restore everything that `begin_step` copied, and count the step as skipped."""
+        """Restore everything that `begin_step` copied and count the step as skipped."""
         with torch.no_grad():
             for buffer, value in zip(self.buffers, self.before, strict=True):
                 buffer.copy_(value)

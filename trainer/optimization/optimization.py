@@ -170,7 +170,7 @@ class Optimization:
 
     # --- automatic --------------------------------------------------------------------------------------------------
     def begin_step(self, step: StepInput) -> None:
-        """Prepare a step before its first forward pass, and regroup parameters that hooks have frozen or unfrozen."""
+        """Prepare a step before its first forward pass and regroup parameters that hooks have frozen or unfrozen."""
         if self.guard is not None:
             self.guard.begin_step()
         # callbacks unfreeze between epochs; comparing all parameters in every step would slow down every run
@@ -190,7 +190,7 @@ class Optimization:
             self.recheck.begin_step(step)
 
     def zero_gradients(self, step: StepInput) -> None:
-        """Clear the gradients and the losses from which they were computed."""
+        """Clear the gradients and the losses that produced them."""
         if self.losses is not None:
             self.losses.clear()
         if self.own_zero_grad:
@@ -298,7 +298,7 @@ class Optimization:
             strategy.precision.update()
 
     def prepare(self, optimizer: Optimizer) -> None:
-        """Unscale and clip the gradients of an optimizer, and call the hooks that read them."""
+        """Unscale and clip the gradients of an optimizer and call the hooks that read them."""
         # unscale first: otherwise clipping and hooks would see gradients times the loss scale
         self.strategy.precision.unscale(optimizer)
         if self.draws_before_updates:
@@ -501,7 +501,7 @@ class ManualOptimizer:
         self._optimization = optimization
 
     def step(self, closure: Any = None, **options: Any) -> Any:
-        """Step the optimizer with the given options, and return the result."""
+        """Step the optimizer with the given options and return the result."""
         return self._optimization.manual_step(self.optimizer, closure, **options)
 
     def zero_grad(self, *arguments: Any, **options: Any) -> None:

@@ -90,7 +90,7 @@ class Board:
         return notes
 
     def is_first(self, alarm: str) -> bool:
-        """Raise an alarm, and return whether this rank was the first to raise it."""
+        """Raise an alarm and return whether this rank was the first to raise it."""
         return bool(self._ask("add", alarm, 1) == 1)
 
     def has(self, alarm: str) -> bool:

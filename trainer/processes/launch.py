@@ -559,7 +559,7 @@ def threads_of_worker(processes: int) -> int:
 def set_worker_environment(
     place: Place, environment: dict[str, str], host: str, port: int, attempt: int, threads: int
 ) -> None:
-    """Set a worker's environment variables from the caller's and `place`, because the fork server's are outdated."""
+    """Set a worker's environment variables from the caller's and `place`, because the fork server's may be outdated."""
     import torch
 
     variables = {

@@ -18,7 +18,7 @@ class Membership:
     """Opens the loggers of a Run. Set during setup, for a process that becomes rank 0 after the previous one leaves."""
 
     def connect(self, place: Place) -> Place:
-        """Form the process group, and return this process's rank and node as a `Place`."""
+        """Form the process group and return this process's rank and node as a `Place`."""
         return place
 
     def adopt_settings(self) -> None:

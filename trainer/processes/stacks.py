@@ -54,7 +54,7 @@ class Frame:
 
     @property
     def is_compiler(self) -> bool:
-        """True if the frame runs torch's compiler. The frames of a compiled function are in other files."""
+        """True if the frame runs torch's compiler, rather than a function that the compiler has compiled."""
         in_inductor = self.is_in("torch/_inductor/compile_fx") and "compile" in self.function
         return in_inductor or self.is_in("torch/_dynamo/convert_frame")
 
@@ -127,7 +127,7 @@ def _is_outside_loader(stack: list[Frame]) -> bool:
 
 
 def dump_stacks_to(file: IO[str] | None) -> None:
-    """Make loader workers that are forked later write their stacks to `file` when they receive DUMP."""
+    """Make loader workers that are forked from now on write their stacks to `file` when they receive DUMP."""
     global _dump_file
     _dump_file = file
 

@@ -1,4 +1,4 @@
-"""RunDirectory: the state, config, checkpoints and metrics of a run. Also finds run directories below a folder.
+"""RunDirectory: the state, config, checkpoints and metrics of a run. Also finds the run directories under a folder.
 
 This module never writes to run directories and does not import torch. The commands that show runs use it, and Python
 programs can use it as `legato.runs`.
@@ -264,7 +264,7 @@ def is_run(path: Path) -> bool:
 
 
 def find_runs(root: "str | os.PathLike[str]" = ROOT) -> list[RunDirectory]:
-    """Return the run directories at or below a folder or address, oldest first.
+    """Return the run directories at or under a folder or address, oldest first.
 
     Links to folders are not followed, and unreadable folders are skipped. Raises ConfigError if the folder is missing.
     """
@@ -298,7 +298,7 @@ def _walk(folder: str) -> Iterator[Path]:
 
 
 def find_run(run: "str | os.PathLike[str]", root: "str | os.PathLike[str]" = ROOT) -> RunDirectory:
-    """Find a run by its path, its address, the path of a file in it, or its name below `root`.
+    """Find a run by its path, its address, the path of a file in it, or its name under `root`.
 
     If several runs have this name, return the newest. If there is no such run, raises a ConfigError that suggests
     the most similar name.

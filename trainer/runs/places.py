@@ -157,7 +157,7 @@ def is_same_run(directory: Path | None, checkpoint: Location | None) -> bool:
 def run_of(checkpoint: Location, root: Location, name: str) -> Path | None:
     """Return the directory of the run that wrote a checkpoint; None if the directory is not found.
 
-    Searches the folders that contain the checkpoint, up to `root`, and the run directories with this name.
+    Searches the folders that contain the checkpoint, up to `root`, and the run directories called `name`.
     """
     root = root.resolve()
     folders = [folder for folder in checkpoint.resolve().parents if root in folder.parents]

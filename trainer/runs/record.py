@@ -202,7 +202,7 @@ def loaded_sources(folder: Path) -> dict[str, str]:
 
 
 def code_of(folder: Path, base: str = "HEAD") -> dict[str, Any] | None:
-    """Return the root, commit and branch of a folder's git repository, if any, and its changes since `base`.
+    """Return the root, commit and branch of a folder's git repository, if there is one, and its changes since `base`.
 
     "diff" contains the changed files and new .py files, as input for `git apply`. It is None if there are no changes,
     if the diff is larger than LARGEST_DIFF bytes, or if git took too long. "changed" lists the names of these files.

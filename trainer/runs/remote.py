@@ -228,7 +228,7 @@ def copy_of(root: Address) -> Path:
 
 
 def objects_below(address: Address) -> list[str]:
-    """Return the relative names of all objects below an address. Raises ConfigError on failure."""
+    """Return the relative names of all objects under an address. Raises ConfigError on failure."""
     try:
         names = sizes_below(address)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The start of a call: its run directory, and the checkpoint from which it resumes or loads weights."""
+"""The starting point of a call: its run directory, and the checkpoint that it resumes from or loads weights from."""
 
 import logging
 from collections.abc import Collection
@@ -152,7 +152,7 @@ def with_directory(trainer: "Trainer", request: Request, start: Start) -> Start:
 def evaluation_directory(trainer: "Trainer", stage: str, source: Location) -> Path | None:
     """Create an evaluation's directory in the run whose checkpoint it uses: RUN/evaluations/STAGE/version_N.
 
-    Return None if that run is not below `default_root_dir`, or if its directory is not writable.
+    Return None if that run is not inside `default_root_dir`, or if its directory is not writable.
     """
     run = places.run_of(source, to_location(trainer.default_root_dir), trainer.run_name)
     try:

@@ -93,7 +93,7 @@ def show_checkpoint(call: Call, saved: dict[str, Any]) -> None:
 
 
 def make_optimizers(call: Call, saved: dict[str, Any] | None) -> Optimization:
-    """Get the task's optimizers, and check that the run can use them."""
+    """Get the task's optimizers and check that the run can use them."""
     task, trainer, strategy = call.task, call.trainer, call.strategy
     # the first optimizer would import torch's compiler, which takes 1.5 s of CPU time per process
     spare_compiler()

@@ -98,7 +98,7 @@ class GroupStrategy(Strategy):
         self.collectives.broadcast_tensors([*task.parameters(), *task.buffers()])
 
     def end_step(self) -> None:
-        """Sum the gradients over all ranks, and synchronize the buffers."""
+        """Sum the gradients over all ranks and synchronize the buffers."""
         super().end_step()
         # manual optimization has averaged gradients before each update
         if self.tree is None and self.task is not None and self.task.automatic_optimization:

@@ -117,7 +117,7 @@ class ReplicaStack:
         self.next = replica + 1
 
     def close(self) -> list[Gradients]:
-        """Return the values of this process's partial nodes, and start the next step."""
+        """Return the values of this process's partial nodes and start the next step."""
         # the last replicas may have had no batch
         if self.next < self.owned.stop:
             self.push(self.owned.stop - 1, [None] * self.parameters)
@@ -171,7 +171,7 @@ class Bucket:
         self.kept = self._take_gradients()
 
     def abandon(self) -> None:
-        """Drop the gradients of an unfinished step, and restore the gradients from before the step."""
+        """Drop the gradients of an unfinished step and restore the gradients from before the step."""
         self.replicas.reset()
         for parameter, gradient in zip(self.parameters, self.kept, strict=True):
             parameter.grad = gradient
@@ -215,7 +215,7 @@ class Bucket:
         self.work = dist.all_to_all_single(self.incoming, self.outgoing, counts, out, group=self.group, async_op=True)
 
     def gather(self) -> None:
-        """Sum this process's share of all partial nodes, and gather the shares of all processes."""
+        """Sum this process's share of all partial nodes and gather the shares of all processes."""
         self._wait()
         total = add_up(self.nodes_of, self.incoming.view(-1, self.share), Tensor.add_)
         # the send buffer is free again

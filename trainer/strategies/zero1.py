@@ -84,14 +84,14 @@ class Zero1Strategy(DDPStrategy):
         return wrapped
 
     def join(self, place: Place, devices: Sequence[torch.device], precision: str | int) -> None:
-        """Join the process group, and create another group for saving checkpoints."""
+        """Join the process group and create another group for saving checkpoints."""
         super().join(place, devices, precision)
         self.shard = place.rank
         self.state_dicts.collectives = self.collectives
         self.state_dicts.open_writers(place.rank, place.world_size)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Any = None, **options: Any) -> Any:
-        """Update this process's shard of the weights, and fetch the other weights.
+        """Update this process's shard of the weights and fetch the other weights.
 
         Raises ConfigError if the update draws random numbers under reproducible=bitwise.
         """

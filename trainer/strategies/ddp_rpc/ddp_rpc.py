@@ -137,7 +137,7 @@ class DDPRPCStrategy(DDPStrategy):
         return RpcSession.opened
 
     def join(self, place: Place, devices: Sequence[torch.device], precision: str | int) -> None:
-        """Join the RPC session, and then the process group of the trainers."""
+        """Join the RPC session, then the process group of the trainers."""
         # RPC first: its rendezvous needs all processes, but only trainers are in the group
         self.session, self.finished = self._enter(place), False
         trainers = self._trainers(place)

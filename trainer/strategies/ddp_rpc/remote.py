@@ -48,7 +48,7 @@ class ServedModule:
         """Number of trainers that have finished the backward passes of the step."""
 
     def names(self) -> tuple[list[str], int]:
-        """Return the keys of the module's state dict, and the module's number of parameters."""
+        """Return the keys of the module's state dict and the module's number of parameters."""
         return list(self.module.state_dict()), len(list(self.module.parameters()))
 
     def make_optimizer(self, kind: type[Optimizer], options: dict[str, Any]) -> None:
@@ -151,7 +151,7 @@ class Remote(nn.Module):
         return rpc.rpc_async(self.server, call_here, args=(self.name, method, *arguments))
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """Call a method of the `ServedModule`, and wait for its result."""
+        """Call a method of the `ServedModule` and wait for its result."""
         with peers_gone(self.server):
             return self.ask(method, *arguments).wait()
 

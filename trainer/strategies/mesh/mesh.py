@@ -398,7 +398,7 @@ class MeshStrategy(GroupStrategy):
         return output
 
     def end_step(self) -> None:
-        """Sum partial gradients along the `tensor` axis, and synchronize the buffers."""
+        """Sum partial gradients along the `tensor` axis and synchronize the buffers."""
         if self.tensor_gradients is not None:
             self.tensor_gradients.complete()
         super().end_step()
@@ -439,7 +439,7 @@ class MeshSteps(nn.Module):
         self.task, self.inside = task, False
 
     def forward(self, name: str, *arguments: Any) -> Any:
-        """Call the task's method `name`, and return its result."""
+        """Call the task's method `name` and return its result."""
         self.inside = True
         try:
             return getattr(self.task, name)(*arguments)

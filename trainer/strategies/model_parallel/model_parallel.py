@@ -1,4 +1,4 @@
-"""DDP with model parallelism. Each process has multiple devices, each with a part of the model."""
+"""DDP with model parallelism. Each process has multiple devices, each holding part of the model."""
 
 import logging
 from collections.abc import Iterable, Sequence
@@ -55,7 +55,7 @@ log = logging.getLogger("legato")
 
 
 class DDPModelParallelStrategy(DDPStrategy):
-    """Multiple devices per process, each with a part of the model. DDP averages gradients across processes."""
+    """Multiple devices per process, each holding part of the model. DDP averages gradients across processes."""
 
     name = "ddp_model_parallel"
 

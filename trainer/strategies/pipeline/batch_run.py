@@ -34,7 +34,7 @@ LogCall = tuple[str, Any, tuple[Any, ...], dict[str, Any]]
 
 
 class BatchRun:
-    """Runs the micro-batches of a batch, and collects the outputs of training_step."""
+    """Runs the micro-batches of a batch and collects the outputs of training_step."""
 
     def __init__(
         self,

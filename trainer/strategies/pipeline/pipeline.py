@@ -116,7 +116,7 @@ class PipelineMeshStrategy(MeshStrategy):
             self.sharding.apply(self.stage, self.stage, mesh)
 
     def _keep_stage(self) -> None:
-        """Move this process's tensors to its device, and free the parameters of other stages."""
+        """Move this process's tensors to its device and free the parameters of other stages."""
         for tensor in self.owners.tensors:
             local = local_part(tensor)
             if self.owners.is_foreign(tensor):
