@@ -221,14 +221,14 @@ ARGUMENT_NAMES: tuple[str, ...] = tuple(TrainerArguments.__dataclass_fields__)
 LIMITS = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches", "overfit_batches")
 LOADER_OPTIONS = ("num_workers", "prefetch_factor", "persistent_workers", "pin_memory")
 TORCH_OPTIONS = {
-    "broadcast_buffers": "Remove it: after each step all processes have the buffers of the first replica.",
+    "broadcast_buffers": "Remove it: after each step, all processes have the buffers of the first replica.",
     "find_unused_parameters": "Add 0.0 times each unused parameter to the loss.",
     "comm_hook": "Register the hook in a subclass of DDPStrategy: see docs/how-to/own-strategy.md.",
     "comm_hook_options": "Register the hook in a subclass of DDPStrategy: see docs/how-to/own-strategy.md.",
     "device_ids": "Set trainer.devices.",
     "output_device": "Remove it: outputs are gathered on the first of trainer.devices.",
     "dim": "Remove it: batches are scattered along their first dimension.",
-    "join": "Remove it: max_restarts replaces processes that die. An elastic run stays on one machine.",
+    "join": "Remove it: max_restarts replaces processes that die. An elastic run uses only one machine.",
     "min_processes": "Remove it: an elastic run continues with any number of processes.",
     "process_group": "Call torch.distributed.init_process_group before fit, which uses the default group.",
     "static_graph": "Remove it: Legato does not assume that the graph stays the same.",
@@ -237,13 +237,13 @@ TORCH_OPTIONS = {
 INSTEAD = {
     "benchmark": "Set torch.backends.cudnn.benchmark in the task's setup.",
     "channels_last": "Call to(memory_format=torch.channels_last) on the task in __init__, and on its images.",
-    "garbage_collection_seconds": "Legato schedules collections. To control them yourself, call gc.disable().",
+    "garbage_collection_seconds": "Legato schedules garbage collection. To control it yourself, call gc.disable().",
     "gpus": 'Write accelerator="gpu", devices=...',
-    "hang_report_seconds": "Reports come after 120 s without progress; hang_timeout ends the run.",
+    "hang_report_seconds": "A hang is reported after 120 s without progress; hang_timeout ends the run.",
     "optimizer_kernels": "Pass fused=True or foreach=True to the optimizer in configure_optimizers.",
     "plugins": "Use `strategy` and `precision`.",
     "profiler": "Write callbacks=[legato.callbacks.Profile()], which records a trace with torch.profiler.",
-    "signal_grace_seconds": "After SIGTERM a run has 30 s to stop; a save in progress may take longer.",
+    "signal_grace_seconds": "After SIGTERM, a run has 30 s to stop; a save in progress may take longer.",
     "resume_from_checkpoint": "Write trainer.fit(..., ckpt_path=...).",
     "write_csv": "Add legato.loggers.CSVLogger() to logger; in a config, add csv: {_target_: "
     "legato.loggers.CSVLogger} to loggers.",

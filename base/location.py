@@ -18,8 +18,8 @@ STORES = {
 
 
 REPOSITORY = (
-    "a repository, in which each written file would be a commit. A run can read from it, but not write to it. Write to "
-    "a bucket, hf://buckets/USER/NAME, and upload the result of legato export."
+    "a repository, where each file written would be a commit. A run can read from a repository but not write to one. "
+    "Write to a bucket (hf://buckets/USER/NAME) and upload the result of legato export."
 )
 
 

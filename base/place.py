@@ -110,8 +110,8 @@ def _read(names: Variables, origin: str) -> Place | None:
         if names is TORCH and rank != world_size:
             present, missing = ("RANK", "WORLD_SIZE") if world_size is None else ("WORLD_SIZE", "RANK")
             raise ConfigError(
-                f"The environment variable {present} is set, but {missing} is not. To join a group, set both, together "
-                f"with MASTER_ADDR and MASTER_PORT. {CLUSTER_OFF}"
+                f"The environment variable {present} is set, but {missing} is not. To join a process group, set both, "
+                f"as well as MASTER_ADDR and MASTER_PORT. {CLUSTER_OFF}"
             )
         return None
     nodes, node_rank, local_rank = read_int(*names.nodes), read_int(*names.node_rank), read_int(*names.local_rank)
@@ -138,7 +138,7 @@ def _read(names: Variables, origin: str) -> Place | None:
             relation = "at most" if most == size else "less than"
             raise ConfigError(
                 f"Environment variables conflict: {_name(left)}={number} must be {relation} {_name(right)}={size}. "
-                f"Unset variables that are left over from another launch. {CLUSTER_OFF}"
+                f"Unset any variables left over from another launch. {CLUSTER_OFF}"
             )
     return Place(rank, local_rank, node_rank, world_size, local_world_size, nodes, origin)
 

@@ -33,8 +33,8 @@ def require_models(task: Any) -> dict[str, Any]:
     models = dict(find_models(task))
     if not models:
         raise TaskError(
-            f"{type(task).__name__} has no module with a method save_pretrained(folder), as in Hugging Face "
-            f"Transformers, PEFT and Diffusers. Assign the model to an attribute, such as self.model = "
+            f"{type(task).__name__} has no module with a save_pretrained(folder) method, such as a model from Hugging "
+            f"Face Transformers, PEFT or Diffusers. Assign the model to an attribute, such as self.model = "
             f"AutoModelForCausalLM.from_pretrained(...), or export its weights: legato export RUN weights.safetensors"
         )
     return models

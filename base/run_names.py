@@ -35,8 +35,8 @@ LONGEST = 255
 def run_directory_gone(folder: Path) -> ConfigError:
     """Return the error for a run directory that has disappeared."""
     return ConfigError(
-        f"The run directory {folder} was deleted or moved during the run, so the run ends now. Resume from a remaining "
-        f"checkpoint (resume=PATH), or start a new run."
+        f"The run directory {folder} was deleted or moved during the run, so the run has ended. Resume from a "
+        f"remaining checkpoint (resume=PATH), or start a new run."
     )
 
 
@@ -45,7 +45,7 @@ def not_writable(folder: Path, reason: object) -> ConfigError:
     # compare the text, because callers only have the system's message
     is_full = str(reason) in (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
     return ConfigError(
-        f"Cannot write to the run directory {folder}: {reason}. The run stops. "
+        f"Cannot write to the run directory {folder}: {reason}. The run has ended. "
         f"{'Free some space' if is_full else 'Change its permissions'}, or continue in another folder from one of the "
         f"run's checkpoints (resume=PATH, run.root)."
     )
@@ -86,7 +86,7 @@ def path_problem(path: str) -> str | None:
     if (problem := address_problem(path)) is not None:
         return problem
     if "\0" in path:
-        return f"has a null byte, which paths must not contain: {path[:60]!r}."
+        return f"contains a null byte, which is not allowed in a path: {path[:60]!r}."
     size, name = max(((len(os.fsencode(name)), name) for name in Path(path).parts), default=(0, ""))
     if size > LONGEST:
         return f"is too long: {name[:40]!r}... has {size} bytes, but a folder name may have at most {LONGEST}."

@@ -97,6 +97,6 @@ def _find_trusted(path: str, kind: type, name: str) -> Callable[..., Any]:
         return trusted
     raise CheckpointError(
         f"To rebuild {name!r} of {kind.__name__}, the checkpoint calls {path!r}. A checkpoint may only call objects "
-        f"in torch.nn, torch.optim and {package!r}, and modules, optimizers, schedulers and datasets in imported "
+        f"from torch.nn, torch.optim and {package!r}, and modules, optimizers, schedulers and datasets from imported "
         f"packages. Import {top!r} first, or pass the object: {kind.__name__}.load_from_checkpoint(path, {name}=...)."
     )

@@ -75,8 +75,8 @@ def require_samples(batch: Any, items: int | None = None) -> int:
     if len(lengths) > 1:
         raise DataError(
             f"Cannot determine the number of samples in a batch: the sizes of its tensors along the first dimension "
-            f"differ ({', '.join(map(str, sorted(lengths)))}). Define count_samples(self, batch) in the task so that "
-            f"it returns the number."
+            f"differ ({', '.join(map(str, sorted(lengths)))}). Define count_samples(self, batch) in the task to return "
+            f"the number of samples."
         )
     return lengths.pop() if lengths else _length_of_list(batch) or items or 1
 

@@ -46,12 +46,12 @@ def checkpoint_name(template: str, values: Mapping[str, Any]) -> str:
     except (KeyError, ValueError) as error:
         field = str(error.args[0])
         raise ConfigError(
-            f"Checkpoint: cannot fill in filename={template!r}: {field}.{did_you_mean(field, values)} Available "
+            f"Checkpoint: filename={template!r} has an invalid field: {field}.{did_you_mean(field, values)} Available "
             f"fields: {', '.join(sorted(values))}."
         ) from None
     if not is_name(name):
         raise ConfigError(
-            f"Checkpoint: filename={template!r} becomes {name!r}, which is not a valid folder name. A checkpoint is a "
+            f"Checkpoint: filename={template!r} produces {name!r}, which is not a valid folder name. A checkpoint is a "
             f"folder in dirpath, so its name must not contain '/' or begin with a dot."
         )
     return name
@@ -303,7 +303,7 @@ class Checkpoint(CheckpointCallback):
         if idle and trainer.is_global_zero:
             log.warning(
                 "Checkpoint: no checkpoint was saved by step %d. With save_last=False, a checkpoint requires a value "
-                "of %r, but validation did not run at a step where one was due. Set val_check_interval accordingly.",
+                "of %r, but validation did not run at any step where a checkpoint was due. Change val_check_interval.",
                 trainer.global_step, self.monitor,
             )  # fmt: skip
         if not trainer.state.epoch_ended:
@@ -375,7 +375,7 @@ class Checkpoint(CheckpointCallback):
         name = self._name(trainer, plain=True) if always else self._free_name(self._name(trainer), kept)
         # collective: `kept` is equal on all ranks, so either all ranks get here or none
         if trainer.nan == "ignore" and trainer.current_run.bad_weights():
-            log.warning("Step %d was not saved, since its non-finite weights would replace finite ones.", step)
+            log.warning("Step %d was not saved, because its non-finite weights would replace finite ones.", step)
             return
         if self.asynchronous:
             self._prune(trainer)  # at most one save is in flight, so the previous one is complete by now

@@ -221,7 +221,7 @@ class BackboneFinetuning(BaseFinetuning):
         from torch import nn
 
         if stage == "fit" and not isinstance(getattr(task, "backbone", None), nn.Module):
-            raise ConfigError(f"BackboneFinetuning: {type(task).__name__} has no module `backbone` to freeze.")
+            raise ConfigError(f"BackboneFinetuning requires {type(task).__name__} to have a module `backbone`.")
         super().setup(trainer, task, stage)
 
     def freeze_before_training(self, task: "Task") -> None:

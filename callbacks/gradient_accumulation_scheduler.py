@@ -27,11 +27,11 @@ class GradientAccumulationScheduler(Callback):
         counts = [value for pair in scheduling.items() for value in pair]
         if not scheduling or not all(isinstance(value, int) and not isinstance(value, bool) for value in counts):
             raise ConfigError(
-                f"GradientAccumulationScheduler: expected batches by epoch, such as {{0: 8, 4: 4}}, got {scheduling!r}."
+                f"GradientAccumulationScheduler: expected {{epoch: batches}}, as in {{0: 8, 4: 4}}, got {scheduling!r}."
             )
         if min(scheduling) < 0 or min(scheduling.values()) < 1:
             raise ConfigError(
-                f"GradientAccumulationScheduler: epochs must be 0 or more and batches 1 or more, got {scheduling!r}."
+                f"GradientAccumulationScheduler: epochs must be at least 0 and batches at least 1, got {scheduling!r}."
             )
         self.scheduling = {0: 1, **scheduling}
         self.epochs = sorted(self.scheduling)

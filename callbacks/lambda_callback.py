@@ -15,6 +15,6 @@ class LambdaCallback(callback.Callback):
         names = [name for name in vars(callback.Callback) if name.startswith("on_") or name in ("setup", "teardown")]
         for name, hook in hooks.items():
             if name not in names:
-                raise ConfigError(f"LambdaCallback: Callback has no hook {name!r}.{did_you_mean(name, names)}")
+                raise ConfigError(f"LambdaCallback: {name!r} is not a hook of Callback.{did_you_mean(name, names)}")
             if hook is not None:
                 setattr(self, name, hook)

@@ -86,8 +86,8 @@ class Monitor:
         limit = f"max_steps={trainer.max_steps}" if total == trainer.max_steps else f"max_epochs={trainer.max_epochs}"
         unless = "" if self.from_validation else ", unless training logs it"
         return (
-            f"{limit} ends before the first validation, at step {first}: {self.name!r}, which {self.user} monitors, "
-            f"will have no value{unless}. Train longer, or validate earlier (val_check_interval)."
+            f"{limit} ends training before the first validation, at step {first}, so {self.name!r}, which "
+            f"{self.user} monitors, will have no value{unless}. Train longer, or validate earlier (val_check_interval)."
         )
 
     def is_better(self, value: float, than: float) -> bool:

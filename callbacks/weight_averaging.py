@@ -47,8 +47,8 @@ class WeightAveraging(Callback):
         """Reset the averages before training. Raises ConfigError if a process does not hold all weights."""
         if not trainer.strategy.has_all_weights and stage == "fit":
             raise ConfigError(
-                f"{type(self).__name__} needs all weights in each process, but under strategy "
-                f"{trainer.strategy.name!r} each process lacks some (other pipeline stages, or remote modules). "
+                f"{type(self).__name__} needs all weights in each process, but with strategy={trainer.strategy.name}, "
+                f"each process lacks some of them (other pipeline stages or remote modules). "
                 f"Remove the callback, set pipeline to 1, or keep the modules local."
             )
         if stage == "fit":
@@ -172,7 +172,7 @@ class WeightAveraging(Callback):
         if self._trained:
             raise TaskError(
                 f"save_checkpoint was called during an evaluation, while the task held the averages of "
-                f"{type(self).__name__} in place of the trained weights. Call it in on_validation_end or later."
+                f"{type(self).__name__} instead of the trained weights. Call it in on_validation_end or later."
             )
         if "callbacks" not in checkpoint:  # a weights-only checkpoint stores the averages
             weights = checkpoint["state_dict"]

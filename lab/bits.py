@@ -101,7 +101,7 @@ def first_difference(first_run: StudiedRun, second_run: StudiedRun) -> Iterator[
         with watched(history, (begin + 1, end), TensorDigests(begin + 1)) as replayed:
             # the code may have changed since the run
             if not replayed.holds:
-                notes.append(f"A replay of {history.directory} no longer matches it: {replayed.describe()}.")
+                notes.append(f"A replay of {history.directory} no longer matches the run: {replayed.describe()}.")
             steps.append({record["step"]: record for record in read_lines(replayed.directory / DIGESTS)})
     first = next((step for step in range(begin + 1, end + 1) if steps[0].get(step) != steps[1].get(step)), None)
     if first is None:

@@ -86,7 +86,7 @@ class Blame(Callback):
                 yield place | alone(trainer, task, item, sample)
             except Exception as error:
                 raise DataError(
-                    f"training_step fails with a batch of one: {name} of replica {item.replica}, batch "
+                    f"training_step fails on a single sample: {name} of replica {item.replica}, batch "
                     f"{item.batch_idx} ({type(error).__name__}: {error}). --blame requires a loss that can be computed "
                     f"for a single sample."
                 ) from error
@@ -112,7 +112,7 @@ def batches_of_one(trainer: "Trainer", item: ReplicaBatch) -> list[Any]:
     samples = read_batches(KeyedDataset(loader.dataset, seed, data.source.tells_epoch), loader, indices, list)[0]
     if len(samples) != item.samples:
         raise DataError(
-            f"The dataset returns {counted(len(samples), 'part')} for {counted(item.samples, 'sample')}: its "
+            f"The dataset returns {counted(len(samples), 'item')} for {counted(item.samples, 'sample')}: its "
             f"__getitems__ collates the samples, so Legato cannot split them into batches of one."
         )
     return [loader.collate_fn([sample]) for sample in samples]
@@ -163,4 +163,4 @@ def shown_blame(directory: Path, step: int, rows: list[dict[str, Any]]) -> Itera
         loss = f"loss {median(losses):.6g}, " if losses else ""
         yield f"  and {len(rows) - SHOWN:,} more; medians over all samples: {loss}gradient norm {norm:.6g}"
     if any(row["batch_norm"] for row in rows):
-        yield "  Batch norms used their running averages: a single sample has no batch statistics."
+        yield "  Batch norm layers used their running averages: a single sample has no batch statistics."

@@ -132,9 +132,9 @@ def refuse_parts(callback: Callback, trainer: "Trainer", stage: str) -> None:
     """Raise ConfigError if each process of a training run has only some of the modules."""
     if stage == "fit" and not trainer.strategy.has_all_weights:
         raise ConfigError(
-            f"{type(callback).__name__} needs all modules in each process, but under strategy "
-            f"{trainer.strategy.name!r} some are in other processes (pipeline stages or remote modules). Remove the "
-            f"callback, set pipeline to 1, or keep the modules local."
+            f"{type(callback).__name__} needs all modules in each process, but with strategy={trainer.strategy.name}, "
+            f"some are in other processes (pipeline stages or remote modules). Remove the callback, set pipeline to 1, "
+            f"or keep the modules local."
         )
 
 

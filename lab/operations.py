@@ -160,7 +160,7 @@ def different_operation(texts: Sequence[str]) -> Iterator[str]:
     elif first["input_hash"] == second["input_hash"]:
         yield "  Its inputs are equal but its output differs: this operation causes the difference."
     else:
-        yield "  Its inputs differ, but all earlier operations match: a batch, a weight or a number is different."
+        yield "  Its inputs differ, but all earlier operations match: a batch, a weight or another value differs."
     for key in ("module", "operation", "line", "inputs", "input_hash", "outputs", "output_hash"):
         values = ["nothing" if side is None else _shown(side[key]) for side in (first, second)]
         yield f"  {key.replace('_', ' '):<12}{' | '.join(dict.fromkeys(values))}"

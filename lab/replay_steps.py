@@ -256,12 +256,12 @@ def sameness(history: RunHistory, steps: tuple[int, int], trainer: Any) -> tuple
     after = processes_of(trainer)
     # bitwise promises the same bits on any number of processes, order the same samples
     if reproducible == {"bitwise"} == {trainer.reproducible}:
-        return True, "reproducible: bitwise"
+        return True, "reproducible=bitwise"
     if "off" in reproducible:
-        return False, "reproducible: off, so random numbers depend on the processes"
+        return False, "reproducible=off, so random numbers depend on the processes"
     if trainer.strategy.elastic:
-        return False, "reproducible: order in an elastic run, whose processes may have changed"
+        return False, "reproducible=order in an elastic run, whose processes may have changed"
     if before == {after} and (after == 1 or {start.get("strategy") for start in starts} == {trainer.strategy.name}):
         return True, "the run also had one process" if after == 1 else f"the run also had {after} processes"
     counts = " and ".join(map(str, sorted(before)))
-    return False, f"reproducible: order, with {counts} processes in the run and {after} in the replay"
+    return False, f"reproducible=order, with {counts} processes in the run and {after} in the replay"

@@ -183,7 +183,7 @@ def runnable(start: Mapping[str, Any]) -> tuple[str, str | None]:
     """Return the script and module of a launch. Raises ConfigError for a notebook, or if the script does not exist."""
     script, module = start.get("script"), start.get("module")
     if not start:
-        raise ConfigError("The run's environment.json records no start of training.")
+        raise ConfigError("The run's environment.json does not record how training started.")
     if not script:
         raise ConfigError(f"The run was started in a notebook or a shell, which Legato cannot rerun: {BY_HAND}.")
     if "lightning" in start["arguments"][1:2] or "lightning" in start["command"][2:4]:

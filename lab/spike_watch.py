@@ -59,7 +59,7 @@ class SpikeWatch(Callback):
     ) -> None:
         if then not in ("warn", "skip"):
             hint = did_you_mean(str(then), ("warn", "skip"))
-            raise ConfigError(f"SpikeWatch: then must be warn or skip, got {then!r}.{hint}")
+            raise ConfigError(f"SpikeWatch: then must be 'warn' or 'skip', got {then!r}.{hint}")
         if not (factor > 0 and window >= 3 and most_in_a_row >= 1):
             raise ConfigError(
                 f"SpikeWatch: factor must be above 0, window at least 3 and most_in_a_row at least 1, got "

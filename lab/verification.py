@@ -40,11 +40,11 @@ NOT_COMPARED = ("config", "versions", "run_id", "fingerprint", *(f"state.{name}"
 OF_CALLBACKS = ("callbacks.", "callback_metrics.", "metrics.")
 """Prefixes of entries that a replay may lack, because it omits callbacks that do not affect results."""
 CHANGED_DATA = (
-    "Code, versions and settings match the record, and recomputing the steps again gave the same values, so the data "
+    "Code, versions and settings match the record, and recomputing the steps twice gave the same values, so the data "
     "has changed. Print the data of the first step that differs: legato samples RUN step=N --show"
 )
 OTHER_PROCESSES = (
-    "The number of processes differs from the run's. Under tensor and pipeline, for example, this changes the dropout "
+    "The number of processes differs from the run's. With tensor or pipeline, for example, this changes the dropout "
     "masks. Verify with as many processes as the run had (devices=N)."
 )
 NOT_DETERMINISTIC = "Recomputing these steps twice gave different results, so an operation is not deterministic."
@@ -116,7 +116,7 @@ class Verification:
             try:
                 several, before = processes or processes_for(start), start.get("processes")
                 if start.get("reproducible") == "off":
-                    raise ConfigError("Random numbers of a run with reproducible: off cannot be reproduced.")
+                    raise ConfigError("Random numbers of a run with reproducible=off cannot be reproduced.")
                 if start.get("strategy") == "mesh" and several not in (1, before):
                     raise ConfigError(f"The run's mesh has {before} processes. Set devices={before} or devices=1.")
                 make = history.make(first, target.step, several)
@@ -196,7 +196,7 @@ class Verification:
         names = {name for step in steps for name in points[step].keys() - logged.get(step, {}).keys()}
         segment.not_compared = sorted(names - {"time"})
         # values of the last step may be logged after its checkpoint
-        lost = [f"metrics.jsonl has no line of step {step:,}" for step in logged if step < last and step not in points]
+        lost = [f"metrics.jsonl has no line for step {step:,}" for step in logged if step < last and step not in points]
         return [*([] if replayed.holds else [replayed.describe()]), *lost[:1]]
 
     @property

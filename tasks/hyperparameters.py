@@ -141,5 +141,5 @@ def _mapping_items(value: Any) -> dict[str, Any]:
         # not dataclasses.asdict, which copies values and converts nested dataclasses to dicts
         return {field.name: getattr(value, field.name) for field in fields(value)}
     raise TaskError(
-        f"save_hyperparameters: expected argument names, a mapping, namespace or dataclass, got {type(value).__name__}."
+        f"save_hyperparameters: expected names, a mapping, a namespace or a dataclass, got {type(value).__name__}."
     )

@@ -78,9 +78,9 @@ def unknown_parameters(task: nn.Module, optimizers: Sequence[Optimizer]) -> str:
     if not shapes:
         return ""
     return (
-        f"configure_optimizers passed {len(shapes)} parameters to an optimizer that are not parameters of the task, "
-        f"of shape {first_names([str(shape) for shape in shapes])}. They would not be moved to the device, averaged "
-        f"over processes or saved in checkpoints. Assign them to the task as nn.Parameter, and modules in a list or "
+        f"configure_optimizers gave an optimizer tensors that are not parameters of the task (shapes: "
+        f"{first_names([str(shape) for shape in shapes])}). They would not be moved to the device, averaged across "
+        f"processes or saved in checkpoints. Assign them to the task as nn.Parameter, and modules in a list or "
         f"dict as nn.ModuleList or nn.ModuleDict."
     )
 
@@ -94,7 +94,7 @@ def unknown_arguments(schedulers: Sequence[SchedulerConfig]) -> str:
             name = type(config.scheduler).__name__
             return (
                 f"{name}.step requires {', '.join(needed)}, which the trainer cannot pass. Define lr_scheduler_step("
-                f"self, scheduler, metric) in the task, and call scheduler.step({needed[0]}=...) in it."
+                f"self, scheduler, metric) in the task, and call scheduler.step({needed[0]}=...) there."
             )
     return ""
 

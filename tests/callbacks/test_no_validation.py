@@ -29,7 +29,9 @@ def warned(trainer, caplog, monitor="val/loss", loader=None, **options):
     with caplog.at_level(logging.WARNING, "legato"):
         made.fit(Validated(), make_loader(24, 4) if loader is None else loader, make_loader(8))
     return [
-        record.getMessage() for record in caplog.records if "ends before the first validation" in record.getMessage()
+        record.getMessage()
+        for record in caplog.records
+        if "ends training before the first validation" in record.getMessage()
     ]
 
 
@@ -46,7 +48,9 @@ def warned(trainer, caplog, monitor="val/loss", loader=None, **options):
 )
 def test_a_run_says_before_its_first_step_that_it_ends_before_a_validation(trainer, caplog, options, limit, step):
     (text,) = warned(trainer, caplog, num_sanity_val_steps=1, **options)
-    assert text.startswith(f"{limit} ends before the first validation, at step {step}: 'val/loss', which Checkpoint")
+    assert text.startswith(
+        f"{limit} ends training before the first validation, at step {step}, so 'val/loss', which Checkpoint"
+    )
     assert "unless" not in text
     (text,) = warned(trainer, caplog, num_sanity_val_steps=0, **options)
     assert "unless training logs it" in text

@@ -61,7 +61,7 @@ def test_a_run_of_other_code_is_named() -> None:
     Path("points.py").write_text(text.replace("nn.Dropout(0.2)", "nn.Dropout(0.25)"))
     legato("fit", "points.yaml")
     printed = "\n".join(bits(RUN, RUN.with_name("version_1")))
-    assert f"{RUN} no longer matches it" in printed or f"{RUN.absolute()} no longer matches it" in printed
+    assert f"{RUN} no longer matches the run" in printed or f"{RUN.absolute()} no longer matches the run" in printed
     assert "of step 1" in printed
 
 

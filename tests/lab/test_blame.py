@@ -40,7 +40,7 @@ def test_the_bad_sample_of_a_step_comes_first_and_nothing_of_it_is_left(options,
         samples = legato("samples", str(run), f"step={step}").stdout.splitlines()[1:]
         samples = " ".join(line.partition(": ")[2] for line in samples).split()
         assert sorted(line.split()[1] for line in lines if line.startswith("  sample")) == sorted(samples)
-        assert "Batch norms used their running averages" in lines[-2]
+        assert "Batch norm layers used their running averages" in lines[-2]
         assert "bitwise identical" in lines[-1]
     assert tree(run) == before
     assert [path.name for path in run.parent.iterdir()] == ["version_0"]
@@ -203,7 +203,7 @@ def test_a_step_whose_samples_cannot_be_alone_is_refused_with_the_reason(trainer
     several = {"one": DataLoader(make_data(16), 4), "two": DataLoader(make_data(16), 4)}
     combined = type("Combined", (Tiny,), {"training_step": lambda self, batch, batch_idx: self.loss(batch["one"])})
     for task, loader, message in (
-        (Contrasts(), DataLoader(make_data(16), 4), "training_step fails with a batch of one: sample 4 of replica 0"),
+        (Contrasts(), DataLoader(make_data(16), 4), "training_step fails on a single sample: sample 4 of replica 0"),
         (Manual(), DataLoader(make_data(16), 4), "--blame needs automatic optimization"),
         (combined(), several, "A batch from several loaders cannot"),
         (Read(), DataLoader(Whole(), batch_size=None), "has no tensor whose first dimension has size 3"),

@@ -247,7 +247,7 @@ def test_what_cannot_be_judged_is_refused(trainer):
         with pytest.raises(ConfigError, match=f"{type(callback).__name__} needs all modules"):
             trainer(callbacks=[callback], **pipeline).fit(Tiny(), make_loader(20))
     for options, message in (
-        ({"then": "rewind"}, "then must be warn or skip"),
+        ({"then": "rewind"}, "then must be 'warn' or 'skip'"),
         ({"then": "skpi"}, "Did you mean 'skip'"),
         ({"window": 1}, "window"),
         ({"factor": 0}, "factor"),

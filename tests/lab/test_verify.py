@@ -168,7 +168,7 @@ def test_a_changed_value_of_the_log_and_a_checkpoint_with_new_hashes_are_told_ap
     (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, points.values())) + "\n")
     output, certificate = verified(run, fails=True)
     assert "the first that differs is 'train/loss_step' of step 3" in output
-    assert "metrics.jsonl has no line of step 7" in output
+    assert "metrics.jsonl has no line for step 7" in output
     assert causes(certificate).count("metrics.jsonl was changed") == 2
     (run / "metrics.jsonl").write_text(text)
     path = run / "checkpoints/step-00000010"
@@ -223,7 +223,7 @@ def test_runs_that_cannot_be_verified_are_refused_with_a_sentence() -> None:
     run = trained("callbacks.checkpoint.save_weights_only=true")
     assert "has no complete checkpoint to compare with" in legato("verify", str(run), fails=True).stderr
     run = trained("trainer.reproducible=off", name="off")
-    assert "a run with reproducible: off cannot be reproduced" in legato("verify", str(run), fails=True).stderr
+    assert "a run with reproducible=off cannot be reproduced" in legato("verify", str(run), fails=True).stderr
     run = trained(name="third")
     (run / ".lock").write_text("held")
     assert "is still in progress" in legato("verify", str(run), fails=True).stderr

@@ -623,7 +623,7 @@ class Hidden(Small):
 
 def test_an_optimizer_of_parameters_that_are_not_the_modules_is_warned_of():
     module = Hidden()
-    with pytest.warns(UserWarning, match="of shape \\(2,\\). They would not be moved"):
+    with pytest.warns(UserWarning, match="shapes: \\(2,\\)\\). They would not be moved"):
         pl.Trainer(max_steps=1, **SILENT).fit(module, DataLoader(torch.ones(4, 2)))
     assert not torch.equal(module.scales[0].detach(), torch.ones(2))
 

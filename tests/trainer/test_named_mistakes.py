@@ -181,7 +181,7 @@ class Hidden(Tiny):
 def test_parameters_that_are_not_the_tasks_are_refused(refused):
     """A resumed run would begin them again, and each process would train its own."""
     message = refused(TaskError, Hidden())
-    assert "of shape (1, 3), (1,). They would not be moved to the device, averaged" in message
+    assert "shapes: (1, 3), (1,)). They would not be moved to the device, averaged" in message
     assert "nn.ModuleList" in message
 
 

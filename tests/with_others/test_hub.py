@@ -173,7 +173,7 @@ class Plain(lg.Task):
 
 def test_a_task_without_a_pretrained_model_is_refused_before_it_is_trained(trainer):
     made = trainer(callbacks=[lg.callbacks.ExportPretrained()])
-    with pytest.raises(TaskError, match="Plain has no module with a method save_pretrained"):
+    with pytest.raises(TaskError, match="Plain has no module with a save_pretrained"):
         made.fit(Plain(), DataLoader(torch.ones(4, 1)))
     assert made.global_step == 0
 

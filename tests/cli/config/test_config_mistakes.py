@@ -125,7 +125,7 @@ MISTAKES: dict[str, tuple[list[str] | str, list[str]]] = {
     "name of several lines": (['run.name="a\\nb"'], ["run.name must be a relative folder name"]),
     "name that is too long": ([f"run.name={'é' * 128}"], ["run.name is too long", "has 256 bytes", "at most 255"]),
     "root that is too long": ([f"run.root=a/{'x' * 256}/b"], ["run.root is too long", "has 256 bytes"]),
-    "root with a null byte": (['run.root="a\\0b"'], ["run.root has a null byte"]),
+    "root with a null byte": (['run.root="a\\0b"'], ["run.root contains a null byte"]),
     "file name that is too long": ([f"{'x' * 300}.yaml"], ["was not found"]),
     "misspelt option": (["--trainer.max_epocs=3"], ["neither a YAML file nor key=value. Write KEY=VALUE"]),
     "option of two words": (["--trainer.max_epochs", "3"], ["neither a YAML file nor key=value. Write KEY=VALUE"]),
