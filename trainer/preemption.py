@@ -35,7 +35,7 @@ class Preempted(BaseException):
 class Preemption:
     """Context manager that handles signals during one call to fit.
 
-    If Preempted is raised, it saves a checkpoint and exits.
+    If Preempted is raised, the context manager saves a checkpoint and ends the process.
     """
 
     def __init__(self, trainer: "Trainer", stage: str, agreement: Agreement) -> None:

@@ -53,7 +53,7 @@ class RunResult:
     buffers: dict[str, Tensor]
     """Buffers that are not in the state dict."""
     metric_states: dict[str, dict[str, Any]]
-    """States of the task's metric objects that were never logged, by path."""
+    """States of the task's metric objects that were never logged, keyed by path."""
     parts: ModuleParts | None
     """Parameters, buffers and modules of the task, if the run created any that the caller's task lacks."""
     trainer: dict[str, Any]

@@ -22,7 +22,7 @@ class Request:
     task: Task
     datamodule: DataModule | None = None
     loaders: dict[str, Any] = field(default_factory=dict)
-    """Loaders passed to the call, by "train", "validation", "test", "predict"."""
+    """Loaders passed to the call, keyed by "train", "validation", "test", "predict"."""
     source: Any = None
     """The checkpoint to resume from or to evaluate: a keyword, a path, or a `StoredRun`."""
     keep_outputs: bool = False

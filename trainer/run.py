@@ -83,13 +83,13 @@ class RunData:
     evaluations: dict[str, EvaluationData] = field(default_factory=dict)
     """Data of "validation", "test" and "predict"."""
     loaders: dict[str, Any] = field(default_factory=dict)
-    """The user's loaders, by "train", "validation" and so on."""
+    """The user's loaders, keyed by "train", "validation" and so on."""
     samples: dict[str, Any] = field(default_factory=dict)
     """The fingerprint's section that describes which samples make up a step."""
     validation_rounds: int | None = None
-    """Number of batches per replica between validations; None to validate at the end of epochs, or by time."""
+    """Number of batches per replica between validations; None if validations run at the end of epochs or by time."""
     validation_seconds: float | None = None
-    """Seconds between validations; None not to validate by time."""
+    """Seconds between validations; None if validations do not run by time."""
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)

@@ -39,8 +39,8 @@ class Schedule:
         """Return whether the run stops after this step: at max_steps, or because the ranks agreed to stop.
 
         Args:
-            agrees: whether to reach any agreement that is due with the other ranks, and to save if a rank has received
-                a termination signal.
+            agrees: whether to carry out an agreement with the other ranks if one is due, and to save if any rank has
+                received a termination signal.
         """
         trainer, state, agreement = self.trainer, self.state, self.call.agreement
         # a single process needs no agreement, so it stops after the step in which should_stop was set
@@ -68,7 +68,7 @@ class Schedule:
         return self.stops_here(agrees=False) and not self.call.agreement.signal
 
     def is_point(self) -> bool:
-        """Return whether the latest step is known to be a logging point, even if the end of the data is unknown."""
+        """Return whether the latest step is certain to be a logging point, even if the end of the data is unknown."""
         every = self.trainer.log_every_n_steps
         return self.state.global_step % every == 0 or self.is_last_step(self.epoch_is_full)
 

@@ -48,7 +48,7 @@ class TrainerView(TrainerArguments):
     command: dict[str, Any]
     """The program's command line and this Trainer's position in the program, which a replay uses to find its fits."""
     lengths: dict[str, Any]
-    """Lengths of the latest run's loaders, by "train", "validation" and so on."""
+    """Lengths of the latest run's loaders, keyed by "train", "validation" and so on."""
     strategy: "Strategy"
     saver: "Saver"
     callbacks: "list[Callback]"
@@ -267,7 +267,7 @@ class TrainerView(TrainerArguments):
 
     @property
     def estimated_stepping_batches(self) -> int | float:
-        """Number of optimizer steps in the complete run, or infinity if the run has no limit."""
+        """Number of optimizer steps in the entire run, or infinity if the run has no limit."""
         epochs = float("inf") if self.max_epochs in (None, -1) else float(self.max_epochs or 0)
         steps = epochs * self.steps_per_epoch if epochs else 0  # 0 * infinity is NaN
         limit = float("inf") if self.max_steps == -1 else self.max_steps
@@ -276,7 +276,7 @@ class TrainerView(TrainerArguments):
 
     @property
     def first_validation_step(self) -> int | None:
-        """Step of the first validation if the run starts now, or None if it never validates or the step is unknown."""
+        """Step of the first validation in a run that starts now; None if it never validates or the step is unknown."""
         if not sum(self.num_val_batches):
             return None
         every = self.check_val_every_n_epoch

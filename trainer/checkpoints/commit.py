@@ -108,7 +108,7 @@ def _tensors_by_file(flat: FlatState, rank: int) -> dict[str, dict[str, Tensor]]
 def _write_files(
     write: Callable[..., FileSum], tree: Any, files: Mapping[str, Mapping[str, Tensor]]
 ) -> dict[str, FileSum]:
-    """Write this rank's files in a checkpoint. Rank 0 also writes state.json; `tree` is None on all other ranks."""
+    """Write this rank's files to a checkpoint. Rank 0 also writes state.json; `tree` is None on all other ranks."""
     sums = {}
     if tree is not None:
         state = json.dumps(tree, allow_nan=False).encode("ascii")

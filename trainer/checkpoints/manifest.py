@@ -168,7 +168,7 @@ def _sum_of(body: Mapping[str, Any]) -> str:
 
 
 def load_manifest(directory: Path) -> Manifest:
-    """Read a checkpoint's manifest. Raises CheckpointError, stating the directory and the problem."""
+    """Read a checkpoint's manifest. Raises a CheckpointError that states the directory and the problem."""
     regular_size(directory, MANIFEST, limit=_LARGEST)
     try:
         return parse_manifest((directory / MANIFEST).read_bytes())

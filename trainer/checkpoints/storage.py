@@ -3,7 +3,7 @@
 A save writes the folder `.step-00001200.partial`, syncs every file, writes the manifest last, and renames the folder to
 `step-00001200`. A checkpoint that is being replaced is first renamed to `.step-00001200.replaced`, and is deleted once
 the new checkpoint has taken its name. A checkpoint that is being removed is first renamed to `.step-00001200.partial`.
-As a result, either the old or the new checkpoint is complete at any time, under its name or as `.replaced`. Anything
+As a result, at any time, either the old or the new checkpoint is complete, under its name or as `.replaced`. Anything
 that an interrupted process leaves behind has a fixed name and is cleaned up the next time the run starts.
 """
 
@@ -54,13 +54,13 @@ class Folder(Protocol):
         """Return the names of committed checkpoints (those with a manifest)."""
 
     def candidates(self) -> list[str]:
-        """Return names of possibly complete checkpoints, including temporary names left by a dead process."""
+        """Return the names of possibly complete checkpoints, including temporary names left by a dead process."""
 
     def committed(self, name: str) -> str | None:
         """Return the (possibly temporary) name of a checkpoint; None if the checkpoint is not committed."""
 
     def read_manifest(self, name: str) -> manifest.Manifest:
-        """Read a checkpoint's manifest. Raises CheckpointError, stating the location and the problem."""
+        """Read a checkpoint's manifest. Raises a CheckpointError that states the location and the problem."""
 
     def check_sizes(self, name: str) -> manifest.Manifest:
         """Read a checkpoint's manifest and check the sizes of its files. Raises CheckpointError on failure."""
@@ -85,10 +85,10 @@ class Folder(Protocol):
         """Raise CheckpointError if something other than a checkpoint has this name."""
 
     def open_stage(self, name: str, needed: int, run: str) -> str:
-        """Create a stage, where a checkpoint of about `needed` bytes is written. Return the stage's name."""
+        """Create the stage that a checkpoint of about `needed` bytes will be written to. Return the stage's name."""
 
     def write(self, name: str, stage: str, file: str, fill: Callable[[HashedFile], FileSum]) -> FileSum:
-        """Write a new checkpoint file by calling `fill`. If a request fails, calls it again. Raises OSError."""
+        """Call `fill` to write a new checkpoint file, retrying if a request fails. Raises OSError on failure."""
 
     def publish(self, name: str, stage: str, files: Mapping[str, FileSum], run: str) -> None:
         """Write the manifest and give the checkpoint its name. Raises OSError on failure."""
@@ -100,7 +100,7 @@ class Folder(Protocol):
         """Return the existing bases (frozen_base.py), each with the SHA-256 of its tensors, keyed by name."""
 
     def add_base(self, write: Callable[[HashedFile], FileSum]) -> FileSum:
-        """Write a base with `write`, named after its SHA-256. Multiple processes may call this at the same time."""
+        """Write a base by calling `write`, and name it after its SHA-256. Multiple processes may call this at once."""
 
     def sweep(self) -> None:
         """Clean up after interrupted saves and removals. No other process may write to the folder at the same time."""

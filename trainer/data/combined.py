@@ -146,7 +146,7 @@ def one_after_another(loaders: Any) -> list[Any]:
 
 
 def sample_counter(loader: Any, by_task: Callable[[Any], int] | None) -> Callable[[Any], int]:
-    """Return the function that counts the samples in a batch of `loader`: `by_task` if the task defines it."""
+    """Return the function that counts the samples in a batch from `loader`: `by_task` if the task defines it."""
     if by_task is not None:
         return by_task
     return loader.count_samples if isinstance(loader, CombinedLoader) else require_samples
@@ -305,7 +305,7 @@ class CombinedSource:
             part.passes = -(-self.length // part.count)
 
     def map_loaders(self) -> dict[str, MapLoader]:
-        """Return the loaders by name."""
+        """Return the loaders, keyed by name."""
         return {part.name: part for part in self.parts}
 
     def positions(self, epoch: int) -> int:

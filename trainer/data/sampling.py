@@ -271,7 +271,7 @@ class KeyedIndices(list[Any]):
 
 @dataclass
 class EpochOrder:
-    """The order of one epoch: `length` positions, and the dataset indices at each."""
+    """The order of one epoch: `length` positions, and the dataset indices at each position."""
 
     length: int
     order: EpochIndices
@@ -280,10 +280,10 @@ class EpochOrder:
     left_out: Collection[int] = ()
     """Dataset indices to leave out of all batches."""
     parts: "Mapping[str, EpochOrder] | None" = None
-    """The orders of combined loaders, by name."""
+    """The orders of combined loaders, keyed by name."""
 
     def begin_again(self) -> None:
-        """Extend the order, so that positions from `length` on repeat the first positions."""
+        """Extend the order so that positions starting at `length` repeat the first positions."""
         once, length, size_of = self.order, self.length, self.size_of
         self.order = lambda positions: once(positions % length)
         self.size_of = None if size_of is None else lambda position: size_of(position % length)

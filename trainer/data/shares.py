@@ -132,7 +132,7 @@ def differs(samples: Sequence[Any]) -> bool:
 
 
 def are_shares(samples: Mapping[str, list[Sample]], ranks: Ranks, data_rank: int) -> bool:
-    """Compare a few samples, and return whether processes read different data. All ranks must call this.
+    """Compare a few samples and return whether processes read different data. All ranks must call this.
 
     Args:
         samples: this rank's samples, keyed by loader name.

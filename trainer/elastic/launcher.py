@@ -34,7 +34,7 @@ LAUNCHER_POLL = 0.05
 
 T = TypeVar("T")
 _here: ElasticWorker | None = None
-"""Describes this process if it is a worker in an elastic run."""
+"""Description of this process if it is a worker in an elastic run."""
 
 
 def find_elastic_worker() -> ElasticWorker | None:

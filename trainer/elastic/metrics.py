@@ -108,7 +108,7 @@ class SharedMetrics(Metrics):
         All ranks must call this.
 
         Because of this exchange, no values from a finished step are lost if a rank dies. Values that are logged later
-        in the step are sent in the next step or at the next logging point.
+        in the step are sent with the next step or at the next logging point.
         """
         self._share((), names=True)
 

@@ -439,7 +439,7 @@ class Metrics:
                 this rank.
             absent: whether this rank had no batch, so it may have logged fewer names.
 
-        Raises DisagreementError, which lists the ranks and names, if ranks that had batches logged different names.
+        Raises a DisagreementError that lists the ranks and names if ranks that had batches logged different names.
         """
         if self.processes == 1:
             return local, list(extra)
@@ -461,7 +461,7 @@ class Metrics:
         return local | gathered, [max(column) for column in zip(*extras, strict=True)][1:]
 
     def _require_equal(self, series: Series, values: list[float]) -> None:
-        """Raise DisagreementError if ranks logged different values, in a hook, for a sum that must count only once."""
+        """Raise DisagreementError if a hook logged different values on some ranks for a sum that counts only once."""
         if series.kind == ONCE and len(set(map(str, values))) > 1:  # as strings, in which NaN equals NaN
             raise DisagreementError(
                 f"log({series.name!r}, reduce_fx='sum') was called in a hook of {self.describe_place()} with different "

@@ -48,9 +48,9 @@ class Series:
     read_at: int = -1
     """The metric's number of updates when `value` was computed."""
     sums: dict[int, list[float]] = field(default_factory=dict)
-    """(weighted value, weight) of the epoch so far, by replica."""
+    """(weighted value, weight) of the epoch so far, keyed by replica."""
     step: dict[int, list[float]] = field(default_factory=dict)
-    """(weighted value, weight) of the step `step_at`, by replica."""
+    """(weighted value, weight) of the step `step_at`, keyed by replica."""
     step_at: int = -1
     synced: bool = False
     """Whether the series was logged with `sync_dist`, so that a process never shows only its local value."""

@@ -6,7 +6,7 @@ combined by a metric's `compute`. A task with such a metric, and any task under 
 per replica. These are swapped into the metric objects in turn and merged in replica order.
 
 States reduced by "mean" are weighted by their number of updates, as in torchmetrics' `forward`. The result matches a
-single-process run if all updates have the same size. States without an update are ignored.
+single-process run if all updates have the same size. States that were never updated are ignored.
 """
 
 import sys
@@ -262,7 +262,7 @@ def merged_in_order(metric: Any, by_replica: Mapping[int, States]) -> States:
 
 
 def merged_state(reduction: Any, values: list[Any], counts: list[int]) -> Any:
-    """Return one state merged from `values`, in order.
+    """Merge `values`, in order, into a single state.
 
     Args:
         counts: the number of updates to each state. A state that was never updated is used only in sums, because it may

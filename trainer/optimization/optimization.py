@@ -298,7 +298,7 @@ class Optimization:
             strategy.precision.update()
 
     def prepare(self, optimizer: Optimizer) -> None:
-        """Unscale and clip the gradients of an optimizer and call the hooks that read them."""
+        """Unscale and clip an optimizer's gradients, and call the hooks that read them."""
         # unscale first: otherwise clipping and hooks would see gradients times the loss scale
         self.strategy.precision.unscale(optimizer)
         if self.draws_before_updates:
@@ -433,7 +433,7 @@ class Optimization:
         return returned
 
     def _averaged(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Return a closure with gradients and loss averaged over ranks, so that all ranks make the same decisions."""
+        """Return a closure that averages gradients and loss over ranks, so that all ranks make the same decisions."""
         ranks = self.strategy.data_ranks
 
         def evaluate() -> Any:

@@ -26,7 +26,7 @@ def has_modes(optimizer: Optimizer) -> bool:
 
 
 def to_evaluation(optimizer: Any) -> bool:
-    """Switch an optimizer that has modes to its evaluation weights. Return False if there is nothing to switch."""
+    """Switch an optimizer with modes to its evaluation weights. Return False if there is nothing to switch."""
     states = [(item, optimizer.state[item]) for item in optimizer_parameters(optimizer) if optimizer.state.get(item)]
     # before the first step, both weights are equal, and eval() may fail
     if not states or any(TRAINED in state for _, state in states):
@@ -39,7 +39,7 @@ def to_evaluation(optimizer: Any) -> bool:
 
 @torch.no_grad()
 def to_training(optimizer: Any) -> None:
-    """Switch an optimizer that has modes back to exactly the weights that it trains."""
+    """Switch an optimizer with modes back to exactly the weights that it trains."""
     optimizer.train()
     for parameter in optimizer_parameters(optimizer):
         # train() recomputes them with rounding, so that validations and resumes would change the run

@@ -32,7 +32,7 @@ class Agreement:
 
         Args:
             read: returns a list of this rank's numbers; its length must be the same on all ranks.
-            tell: called after each agreement with the maximum of each number over ranks. If it returns true, the ranks
+            tell: called after each agreement, with the maximum of each number over ranks. If it returns true, the ranks
                 agree again after the next step. All ranks must return the same value.
         """
         self.contributions.append((read, tell))
@@ -94,7 +94,7 @@ class Agreement:
         return time.monotonic() - self._started
 
     def agree_next(self) -> None:
-        """Schedule the next agreement directly after the current step or round if the run has a single process."""
+        """Schedule the next agreement immediately after the current step or round if the run has a single process."""
         if self.ranks.size == 1:
             self.next_step = self.next_round = 0
 
@@ -104,7 +104,7 @@ class Agreement:
         self._round_met_at, self._round_met = time.monotonic(), 0
 
     def agree_in_evaluation(self, rounds: int, done: bool, signal: int) -> bool:
-        """Agree after `rounds` rounds of an evaluation, or when this rank is `done`. Return whether all are done."""
+        """Agree after `rounds` rounds of an evaluation, or when this rank is `done`. Return whether all ranks are."""
         now = time.monotonic()
         pace = (rounds - self._round_met) / max(now - self._round_met_at, 1e-6)
         progress = (0.0, 0.0) if done else (pace, float(rounds))

@@ -1,4 +1,4 @@
-"""Ends a worker: writes its report, and kills a process whose main thread is hanging."""
+"""Ends a worker: writes its report, and kills a process whose main thread hangs."""
 
 import multiprocessing
 import os

@@ -24,7 +24,7 @@ _paused_at = 0.0
 
 @functools.cache
 def install() -> None:
-    """Register a pause before each fork and at exit. Further calls have no effect."""
+    """Register a pause before each fork and at exit. Subsequent calls have no effect."""
     atexit.register(time.sleep, PAUSE)
     os.register_at_fork(before=_pause)
 

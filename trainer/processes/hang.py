@@ -79,7 +79,7 @@ class Board:
         return {rank: note for rank, note in notes.items() if note is not None}
 
     def read_all(self, *topics: str) -> dict[int, Any]:
-        """Wait up to ANSWER_SECONDS for every rank to have a note on one of the topics. Return the notes by rank."""
+        """Wait up to ANSWER_SECONDS for each rank's note on one of the topics. Return the notes, keyed by rank."""
         notes: dict[int, Any] = {}
 
         def is_complete() -> bool:
@@ -139,7 +139,7 @@ class Watchdog:
         self.place = Place()
         """Rank and node of this process, set before the rendezvous and again for each process group."""
         self.end_after: float | None = trainer.hang_timeout
-        """Seconds without progress after which the run ends, once startup is over; None: never."""
+        """Seconds without progress after which the run ends, once startup is over; None if it never ends."""
         self.report_after = REPORT_SECONDS
         self.begun = False
         """True once startup is over."""
@@ -245,7 +245,7 @@ class Watchdog:
         end_process(HangError(message), tell=is_first)
 
     def _report(self, stalled: float) -> None:
-        """Write the stacks, and continue the run. The first rank to report also logs the positions of all ranks."""
+        """Write the stacks and continue the run. The first rank to report also logs the positions of all ranks."""
         alarm, position = f"report {self.reports}", self._position(stalled, writes_stacks=True)
         self.reports += 1
         head = f"No progress for {stalled:.0f} s. The run continues; set trainer.hang_timeout to end such a run."

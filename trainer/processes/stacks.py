@@ -54,7 +54,7 @@ class Frame:
 
     @property
     def is_compiler(self) -> bool:
-        """True if the frame runs torch's compiler, rather than a function that the compiler has compiled."""
+        """True if the frame runs torch's compiler, rather than a compiled function."""
         in_inductor = self.is_in("torch/_inductor/compile_fx") and "compile" in self.function
         return in_inductor or self.is_in("torch/_dynamo/convert_frame")
 

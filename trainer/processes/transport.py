@@ -1,7 +1,7 @@
 """Sends functions, results and exceptions with tracebacks between a process and its workers, using cloudpickle.
 
-The files are in a private folder and are unpickled within seconds by a process of the same user and run. The folder is
-then removed, so no pickled data is kept.
+The pickled files are in a private folder and are read within seconds by a process of the same user and run. The folder
+is then removed, so no pickled data is kept.
 """
 
 import io
@@ -198,7 +198,7 @@ def modules_beside_script() -> list[str]:
 
 
 class Settings:
-    """Settings of the caller's interpreter and of torch, and the script's modules, for workers to copy."""
+    """The caller's interpreter settings, torch settings and script modules, for workers to copy."""
 
     def __init__(self, method: str) -> None:
         from ..switches import read_switches

@@ -28,7 +28,7 @@ def numbered(kind: str, state: Mapping[str, Any], names: Names | None) -> tuple[
     """Return a state dict from `named`, keyed by the current parameter numbers, and the saved index of each group.
 
     Groups are matched by their parameters' names, so the order of groups and parameters may change. If `names` is None,
-    the saved order is kept. Raises CheckpointError if a parameter is new, missing or has moved to another group.
+    the saved order is kept. Raises CheckpointError if a parameter is new or missing, or has moved to another group.
     """
     saved = [group["params"] for group in state.get("param_groups", ())]
     if not saved or not all(isinstance(name, str) for group in saved for name in group):

@@ -1,6 +1,6 @@
 """Reads run directories without importing torch, for `legato.runs` and the commands `runs`, `show` and `compare`.
 
-run = legato.runs.open("digits")     # a path, or the newest run with this name below runs/
+run = legato.runs.open("digits")     # a path, or the newest run with this name under runs/
 print(run.state, run.step, run.best)
 run.frame()["val/loss"].plot()       # `run.metrics` has NumPy arrays
 for run in legato.runs.list("sweep"):

@@ -209,7 +209,7 @@ class RunDirectory:
 
     @cached_property
     def metrics(self) -> "dict[str, Any]":
-        """Logged values as NumPy arrays, keyed by name: "step", "time" (in seconds since 1970) and each metric.
+        """Logged values as NumPy arrays, keyed by name: "step", "time" (Unix time in seconds) and each metric.
 
         Each array has one entry for each logged step. The entry is NaN if the metric was not logged at that step. The
         dict is empty if nothing was logged.

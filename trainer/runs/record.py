@@ -162,7 +162,7 @@ def read_starts(directory: Path) -> list[dict[str, Any]]:
 
 
 def jobs_of(directory: Path) -> set[str | None]:
-    """Return the ids of the SLURM jobs that started the run. A launch outside SLURM adds None."""
+    """Return the ids of the SLURM jobs that started the run. Each launch outside SLURM adds None."""
     return {start.get("slurm_job") for start in read_starts(directory)}
 
 

@@ -2,7 +2,7 @@
 
 legato, id, stage        version, identity of the run, and its stage: fit, validate, test or predict
 state                    starting, running, done, failed or preempted; for the last two, also error and traceback
-created, began, ended    when the run was first launched, last launched, and ended, in seconds since 1970
+created, began, ended    when the run was first launched, last launched, and ended, in seconds since the Unix epoch
 step, epoch, elapsed     progress when training started or ended, plus max_steps and max_epochs
 monitor, mode, best      the metric that ranks checkpoints, and its best value (that of best_checkpoint)
 config, set              the config by dotted key, and the keys set by files or on the command line

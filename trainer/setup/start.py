@@ -1,4 +1,4 @@
-"""The steps of setup, and the last of these: restore the rest of the checkpoint, open loggers, start the watchdog."""
+"""Runs setup. Its last part restores the rest of the checkpoint, opens the loggers and starts the watchdog."""
 
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""Functions that split a batch by samples and combine the outputs of a step on the pieces."""
+"""Splits a batch by samples, and combines the outputs of a step on the pieces."""
 
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass, replace

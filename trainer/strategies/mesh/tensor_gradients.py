@@ -107,7 +107,7 @@ def refuse_partial(names: list[str]) -> None:
 
 
 def refuse_doubled(names: list[str]) -> None:
-    """Raise TaskError for parameters whose gradients would be summed even though each process has the full one."""
+    """Raise TaskError for parameters whose gradients would be summed even though each process has the full gradient."""
     if names:
         raise TaskError(
             f'tensor_plan marks {first_names(names)} as "{REPLICATED}", but the gradients are already equal on all '

@@ -88,7 +88,7 @@ class DDPModelParallelStrategy(DDPStrategy):
         self.device_hooks: list[RemovableHandle] = []
         """Forward pre-hooks that move the inputs of blocks to their devices."""
         self.cut_task: nn.Module | None = None
-        """The task if this strategy has placed it on the devices."""
+        """The task, if this strategy placed it on the devices."""
 
     def _require_elastic(self) -> None:
         raise ConfigError("elastic=true needs strategy=ddp; ddp_model_parallel cannot replace processes.")
