@@ -31,7 +31,7 @@ _LARGEST = 64 << 20  # bytes; even a manifest of 100,000 files is smaller
 
 
 def are_file_names(names: Iterable[str]) -> bool:
-    """Return whether all of these are valid checkpoint file names."""
+    """Return whether all of `names` are valid names for checkpoint files."""
     unsharded = (MODEL_FILE, TENSORS_FILE, STATE_FILE, MANIFEST, BASE_FILE)
     return all(name in unsharded or SHARD_FILE.fullmatch(name) for name in names)
 

@@ -68,7 +68,7 @@ class ObjectFolder:
         return self.names()
 
     def committed(self, name: str) -> str | None:
-        """Return the name if this checkpoint has a manifest, otherwise None."""
+        """Return the checkpoint's name if it has a manifest, otherwise None."""
         return name if is_object(self.location / name / manifest.MANIFEST) else None
 
     def read_manifest(self, name: str) -> manifest.Manifest:

@@ -416,7 +416,7 @@ def replace_file(path: Path, data: bytes) -> None:
 
 
 def require_new(target: Path) -> None:
-    """Raise CheckpointError if a file or folder has this name."""
+    """Raise CheckpointError if a file or folder already has this name."""
     require_local(target, "The file to write")
     if os.path.lexists(target):
         raise CheckpointError(f"{target} already exists and will not be replaced. Choose another name.")

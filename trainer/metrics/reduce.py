@@ -213,7 +213,7 @@ class Exchange:
 
     @property
     def descriptions(self) -> list[Description]:
-        """The descriptions of all series, by number."""
+        """The descriptions of all series, in the order of their numbers."""
         return list(self.numbers)
 
     def gather(

@@ -87,7 +87,7 @@ def describe_differing(ranks: Ranks, names: list[str], numbers: list[int]) -> st
 
 
 def on_host(parts: list[Tensor]) -> Tensor:
-    """Return the sums of bits as one tensor on the host."""
+    """Return the sums of bits as a single tensor on the host."""
     # first to one device, then to the host in a single copy, since each copy to the host synchronizes
     return torch.stack([part.to(parts[0].device) for part in parts]).cpu() if parts else torch.zeros(0).long()
 

@@ -1,4 +1,4 @@
-"""Checks that tensors are finite, with few host syncs."""
+"""Checks that tensors are finite, using few host syncs."""
 
 from collections.abc import Iterable, Mapping
 

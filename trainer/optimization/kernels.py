@@ -100,7 +100,7 @@ def _called_children(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def compile_forwards(task: nn.Module, options: Mapping[str, Any]) -> None:
-    """Compile the forward methods of blocks, without their hooks."""
+    """Compile the forward methods of blocks, but not their hooks."""
     names, chosen = read_compile(options)
 
     def compiled(kind: type[nn.Module]) -> Callable[..., Any]:
