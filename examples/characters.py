@@ -2,8 +2,8 @@
 
     legato fit characters.yaml
 
-The text is the documentation that every Python has with it. `configure_blocks` and `tensor_plan` let a pipeline split
-the model and tensor parallelism shard it; samples are written to TensorBoard.
+The model learns from the documentation that ships with Python. `configure_blocks` lets a pipeline split the model, and
+`tensor_plan` lets tensor parallelism shard it. Generated samples are written to TensorBoard.
 """
 
 import math
@@ -18,7 +18,7 @@ import legato as lg
 from legato.base.errors import TaskError
 
 ALPHABET = "\n" + "".join(map(chr, range(32, 127))) + "\N{REPLACEMENT CHARACTER}"
-"""Newline, printable ASCII, and one for all others; fixed, so that a checkpoint fits the text of any Python."""
+"""Newline, printable ASCII and one character for all others. Fixed, so that checkpoints work in any Python version."""
 
 _TOKEN_OF = {character: token for token, character in enumerate(ALPHABET)}
 
@@ -33,7 +33,7 @@ def encode(text: str) -> Tensor:
 
 
 def decode(tokens: Tensor) -> str:
-    """Return the text of tokens (time,)."""
+    """Return the text for tokens (time,)."""
     return "".join(ALPHABET[token] for token in tokens.tolist())
 
 
@@ -63,12 +63,12 @@ class CharacterGPT(lg.Task):
         self.blocks = nn.ModuleList(Block(n_embd, n_head, dropout) for _ in range(n_layer))
         # Not tied to the embedding, so that the first and last blocks can be on different pipeline stages.
         self.head = nn.Sequential(nn.LayerNorm(n_embd), nn.Linear(n_embd, len(ALPHABET), bias=False))
-        self._initialise(n_layer, n_embd)
+        self._initialize(n_layer, n_embd)
 
-    def _initialise(self, n_layer: int, n_embd: int) -> None:
-        """Initialise the weights as GPT-2 does, with its 0.02 for width 768 scaled to the width.
+    def _initialize(self, n_layer: int, n_embd: int) -> None:
+        """Initialize the weights as in GPT-2, whose standard deviation of 0.02 for width 768 is scaled to the width.
 
-        Layers that write to the residual stream start smaller the deeper the model.
+        The deeper the model, the smaller the initial weights of layers that write to the residual stream.
         """
         deviation = 0.02 * math.sqrt(768 / n_embd)
         for name, parameter in self.named_parameters():
@@ -79,11 +79,11 @@ class CharacterGPT(lg.Task):
                 nn.init.zeros_(parameter)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return logits (n, time, characters) of the next token for tokens (n, time), time <= block_size."""
+        """Return next-token logits (n, time, characters) for tokens (n, time), where time <= block_size."""
         if tokens.shape[1] > self.hparams.block_size:
             raise TaskError(
                 f"The model takes at most {self.hparams.block_size} characters, but the batch has {tokens.shape[1]}: "
-                "set block_size of the task and of its data to the same number."
+                "set block_size to the same number in the task and its data."
             )
         stream = self.embedding(tokens)
         for block in self.blocks:
@@ -116,16 +116,16 @@ class CharacterGPT(lg.Task):
         """Log a generated sample to TensorBoard."""
         if not self.loggers or self.trainer.sanity_checking:
             return
-        # A separate generator, keyed by the step, so that sampling does not shift the run's random numbers.
+        # A separate generator, seeded with the step, so that sampling does not change the run's random numbers.
         generator = torch.Generator(self.device).manual_seed(self.global_step)
-        # On every rank, since a forward with sharded weights is collective; loggers write on rank 0 only.
+        # On every rank, since a forward pass with sharded weights is collective. Loggers write only on rank 0.
         sample = self.generate("\n", self.hparams.sample_length, generator)
         for logger in self.loggers:
             logger.log_text("sample", f"```\n{sample}\n```", self.global_step)
 
     @torch.no_grad()
     def generate(self, prompt: str, length: int, generator: torch.Generator, temperature: float = 0.8) -> str:
-        """Return `prompt` (not empty) and `length` more characters, drawn from `generator` (on the task's device)."""
+        """Return a nonempty `prompt` and `length` more characters. `generator` must be on the task's device."""
         training = self.training
         self.eval()
         tokens = encode(prompt).to(self.device)
@@ -137,7 +137,7 @@ class CharacterGPT(lg.Task):
         return decode(tokens)
 
     def tensor_plan(self) -> dict[str, str]:
-        """Split attention by heads, and perceptrons by hidden units."""
+        """Split attention by head, and perceptrons by hidden unit."""
         return {
             "blocks.*.attention.query_key_value": "column",
             "blocks.*.attention.into_stream": "row",
@@ -146,7 +146,7 @@ class CharacterGPT(lg.Task):
         }
 
     def configure_optimizers(self) -> dict[str, Any]:
-        """Return AdamW with weight decay on matrices only; linear warm-up, then cosine decay to a tenth of `lr`."""
+        """Return AdamW with weight decay only for matrices, linear warmup, and cosine decay to a tenth of `lr`."""
         parameters = list(self.parameters())
         groups = [
             {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": self.hparams.weight_decay},
@@ -202,8 +202,8 @@ class Block(nn.Module):
 class Attention(nn.Module):
     """Causal multi-head self-attention.
 
-    The outputs of `query_key_value` are grouped by head, so that tensor parallelism can split them between heads; the
-    outputs of `into_stream` are then summed over processes.
+    The outputs of `query_key_value` are grouped by head, so that tensor parallelism can split them between heads. The
+    outputs of `into_stream` are then summed across processes.
     """
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
@@ -218,7 +218,7 @@ class Attention(nn.Module):
         packed = self.query_key_value(stream)
         if packed.shape[2] % (3 * self.head_width):
             raise TaskError(
-                f"n_head must be a multiple of the tensor-parallel processes: got {packed.shape[2]} features of "
+                f"n_head must be a multiple of the tensor-parallel process count: got {packed.shape[2]} features of "
                 f"queries, keys and values, {3 * self.head_width} per head. Choose another n_head, or fewer processes."
             )
         packed = packed.unflatten(2, (-1, 3, self.head_width))  # (n, time, heads, 3, width of a head)
@@ -230,7 +230,7 @@ class Attention(nn.Module):
 
 
 class Perceptron(nn.Module):
-    """Linear layers to four times the width and back, with GELU in between."""
+    """Linear layers that expand to four times the width and back, with a GELU in between."""
 
     def __init__(self, width: int, dropout: float) -> None:
         super().__init__()
@@ -245,10 +245,11 @@ class Perceptron(nn.Module):
 
 
 class PydocText(lg.DataModule):
-    """The English text that every CPython ships as `pydoc_data.topics` (about half a million characters).
+    """The English text that ships with CPython as `pydoc_data.topics` (about half a million characters).
 
-    The first nine tenths are for training, with one sample starting at every character. The rest is for validation, in
-    windows that do not overlap. The text differs between Python versions, so compare losses within one version only.
+    The first nine tenths are used for training, with a sample starting at every character. The rest is used for
+    validation, in windows that don't overlap. The text differs between Python versions, so only compare losses from the
+    same version.
     """
 
     def __init__(self, block_size: int = 128, batch_size: int = 16, num_workers: int = 0) -> None:
@@ -267,7 +268,7 @@ class PydocText(lg.DataModule):
         self.parts = {"train": Windows(tokens[:cut], size, stride=1), "val": Windows(tokens[cut:], size, stride=size)}
 
     def train_dataloader(self) -> DataLoader[Any]:
-        """Load windows at any offset, shuffled."""
+        """Load windows that start at every character, shuffled."""
         return self._loader("train", shuffle=True)
 
     def val_dataloader(self) -> DataLoader[Any]:
@@ -280,7 +281,7 @@ class PydocText(lg.DataModule):
 
 
 class Windows(Dataset[Batch]):
-    """Windows of `size` tokens and their next tokens, starting at every `stride`-th of tokens (n,)."""
+    """Windows of `size` tokens, each with the tokens that follow. There is one window for every `stride` tokens."""
 
     def __init__(self, tokens: Tensor, size: int, stride: int) -> None:
         self.tokens = tokens

@@ -1,9 +1,9 @@
-"""Contrastive learning: two views of an image are neighbours, all other images of all processes are not (SimCLR).
+"""Contrastive learning (SimCLR): pulls two views of an image together and pushes all other images away.
 
     legato fit contrastive.yaml
 
-`all_gather(..., sync_grads=True)` brings the views of every process, with their gradients: two processes with 64
-images each have the negatives of one with 128.
+`all_gather(..., sync_grads=True)` gathers the views of all processes and propagates their gradients, so two processes
+with 64 images each have as many negatives as one process with 128 images.
 """
 
 import torch
@@ -21,11 +21,11 @@ class Contrastive(lg.Task):
         self.head = nn.Linear(width, features)
 
     def forward(self, images):
-        """Return what a classifier is trained on later: (n, width)."""
+        """Return the features (n, width) that a classifier would be trained on later."""
         return self.encoder(images)
 
     def view(self, images):
-        """Return the features (n, features) of one random view of each image, of length 1."""
+        """Return the normalized features (n, features) of a random view of each image."""
         shown = torch.rand(len(images), 1, 8, 8, device=images.device) > 0.25
         noisy = (images + 0.2 * torch.randn_like(images)) * shown
         return F.normalize(self.head(self.encoder(noisy)), dim=1)
@@ -43,18 +43,18 @@ class Contrastive(lg.Task):
         return loss
 
     def validation_step(self, batch, batch_idx):
-        """Log how often the nearest image of the batch shows the same digit."""
+        """Log how often an image's nearest neighbor in the batch shows the same digit."""
         images, labels = batch
         features = F.normalize(self(images), dim=1)
         nearest = (features @ features.T).fill_diagonal_(-1).argmax(dim=1)
-        self.log("val/neighbours", (labels[nearest] == labels).float().mean(), prog_bar=True)
+        self.log("val/neighbors", (labels[nearest] == labels).float().mean(), prog_bar=True)
 
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), lr=self.hparams.lr)
 
 
 class Pairs(lg.tasks.DigitsData):
-    """Digits in full batches only: `all_gather` stacks batches of one size."""
+    """Digits in full batches only, because `all_gather` stacks batches of the same size."""
 
     def train_dataloader(self):
         return torch.utils.data.DataLoader(self.parts["train"], self.hparams.batch_size, shuffle=True, drop_last=True)

@@ -1,11 +1,11 @@
-"""Fine-tuning a causal language model of the Hub: packed documents, LoRA, FSDP, and a folder for `from_pretrained`.
+"""Fine-tuning a causal language model from the Hub: packed documents, LoRA, FSDP and a folder for `from_pretrained`.
 
-    legato fit finetune.yaml                                        a tiny Llama learns sums; nothing is downloaded
+    legato fit finetune.yaml                                        a tiny Llama learns to add; no downloads
     legato fit finetune.yaml trainer.devices=2 trainer.strategy=fsdp
     legato fit finetune.yaml task.model=PATH task.lora_rank=16 data.file=pairs.jsonl
-    legato export runs/finetune/version_0 tuned --format hf         or take pretrained/ of the run directory
+    legato export runs/finetune/version_0 tuned --format hf         or use pretrained/ in the run directory
 
-It needs `pip install transformers peft`. docs/how-to/fine-tuning.md explains it.
+This example requires `pip install transformers peft`. For an explanation, see docs/how-to/fine-tuning.md.
 """
 
 import json
@@ -28,12 +28,12 @@ class FineTuning(lg.Task):
     def __init__(
         self, model=None, lora_rank=0, lora_modules="all-linear", adapter=None, lr=3e-3, warmup=20, prompt="2+3="
     ):
-        """`model`: a folder or a name on the Hub. `adapter`: a LoRA adapter to continue from."""
+        """`model`: a folder or a model name on the Hub. `adapter`: a LoRA adapter to continue training."""
         super().__init__()
         self.save_hyperparameters()
-        self.tokenizer = make_tokenizer(model)  # an export writes it beside the model
+        self.tokenizer = make_tokenizer(model)  # an export saves it beside the model
 
-    def configure_model(self):  # on each process: weights made in __init__ would be sent to all of them
+    def configure_model(self):  # in each process: weights created in __init__ would be sent to all processes
         if not hasattr(self, "model"):
             self.model = self.make_model(**self.hparams)
 
@@ -41,7 +41,7 @@ class FineTuning(lg.Task):
         if model is None:
             sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
             net = AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=len(self.tokenizer), **sizes))
-        else:  # in float32, whatever the file has: bfloat16 loses small updates; precision says what computes
+        else:  # in float32, since bfloat16 loses small updates; `precision` selects the dtype for computation
             net = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
         if adapter is not None:
             return PeftModel.from_pretrained(net, adapter, is_trainable=True)
@@ -49,11 +49,11 @@ class FineTuning(lg.Task):
         return get_peft_model(net, lora) if lora_rank else net
 
     def step(self, batch, name):
-        # by position_ids the model sees where documents begin, unless a cache or a mask is in the way
+        # position_ids tell the model where documents begin, but only without a cache and a mask
         loss = self.model(**batch, use_cache=False).loss
         tokens = (batch["labels"][:, 1:] != NO_LOSS).sum()
         self.log(name, loss, prog_bar=True, batch_size=tokens)
-        return {"loss": loss, "weight": tokens}  # the gradient is the mean over all tokens of the step
+        return {"loss": loss, "weight": tokens}  # the gradient is the mean over all tokens in the step
 
     def training_step(self, batch, batch_idx):
         return self.step(batch, "train/loss")
@@ -64,7 +64,7 @@ class FineTuning(lg.Task):
     def forward(self, **inputs):
         return self.model.generate(**inputs, max_new_tokens=16, do_sample=False)
 
-    def on_validation_epoch_end(self):  # on all processes alike: under fsdp each gathers its part of the weights
+    def on_validation_epoch_end(self):  # on every process, since under fsdp each one holds only part of the weights
         inputs = self.tokenizer(self.hparams.prompt, return_tensors="pt", return_token_type_ids=False)
         text = self.tokenizer.decode(self(**inputs.to(self.device))[0], skip_special_tokens=True)
         for logger in self.loggers:
@@ -79,7 +79,7 @@ class FineTuning(lg.Task):
 
 
 class Documents(lg.DataModule):
-    """Prompts and answers of a file of JSON lines, or sums; every tenth is for validation."""
+    """Prompts and answers from a JSON Lines file, or generated sums. Every tenth document is used for validation."""
 
     def __init__(self, model=None, file=None, length=64, batch_size=64):
         super().__init__()
@@ -101,7 +101,7 @@ class Documents(lg.DataModule):
 
 
 def encode(tokenizer, length, prompt, answer):
-    """Return at most `length` tokens of a document; only those of the answer have a loss."""
+    """Return at most `length` tokens of a document. The loss covers only the tokens of the answer."""
     first = tokenizer(prompt).input_ids
     rest = tokenizer(answer + tokenizer.eos_token, add_special_tokens=False).input_ids
     return {"input_ids": (first + rest)[:length], "labels": ([NO_LOSS] * len(first) + rest)[:length]}

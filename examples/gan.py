@@ -1,9 +1,9 @@
-"""Manual optimization with two optimizers: a GAN that draws handwritten digits.
+"""Manual optimization with two optimizers: a GAN that generates handwritten digits.
 
     python examples/gan.py [EPOCHS]
 
-With `automatic_optimization = False`, `training_step` calls backward and the optimizers itself. Drawings are logged to
-TensorBoard every tenth epoch, and a few are printed at the end.
+With `automatic_optimization = False`, `training_step` itself runs the backward passes and steps the optimizers.
+Generated digits are logged to TensorBoard every ten epochs, and a few are printed at the end.
 """
 
 import sys
@@ -65,7 +65,7 @@ class DigitsGAN(lg.Task):
 
     @torch.no_grad()
     def draw(self, count):
-        """Return images (count, 1, 8, 8), always from the same noise."""
+        """Return images (count, 1, 8, 8) generated from the same noise every time."""
         noise = torch.randn(count, self.hparams.noise, generator=torch.Generator().manual_seed(0))
         self.eval()
         images = self(noise.to(self.device))
@@ -85,5 +85,5 @@ trainer.fit(task, datamodule=DigitsData(batch_size=64, shift=0))
 
 print(f"losses: {', '.join(f'{name} {value:.2f}' for name, value in trainer.logged_metrics.items())}")
 shades = torch.tensor([ord(shade) for shade in " .:-=+*#@"])
-for row in torch.cat(list(task.draw(8)[:, 0]), dim=1):  # eight drawings side by side
+for row in torch.cat(list(task.draw(8)[:, 0]), dim=1):  # eight digits side by side
     print("".join(chr(shades[int((pixel + 1) * 4.49)]) * 2 for pixel in row))

@@ -1,6 +1,6 @@
-"""A logger of one's own: one HTML page with a curve for each metric, which a browser reloads by itself.
+"""A custom logger that draws a curve for each metric on an HTML page, which reloads itself in the browser.
 
-legato fit digits.yaml 'loggers={page: {_target_: html_logger.HTMLLogger}}'
+Run `legato fit digits.yaml 'loggers={page: {_target_: html_logger.HTMLLogger}}'`.
 """
 
 import html
@@ -16,10 +16,10 @@ CHART = """<figure><figcaption>{name}: <b>{newest:.4g}</b> at step {step}</figca
 
 
 class HTMLLogger(Logger):
-    """Writes `curves.html` and the points behind it, `curves.jsonl`, into the run directory."""
+    """Writes the page, `curves.html`, and its data, `curves.jsonl`, to the run directory."""
 
     def open(self, run_dir, resume_step):
-        """Keep the points up to the step that a run is resumed after; it may log that one once more."""
+        """Keep the points up to `resume_step`, which a resumed run may log again."""
         super().open(run_dir, resume_step)
         self.data, self.page = run_dir / "curves.jsonl", run_dir / "curves.html"
         points = [json.loads(line) for line in self.data.read_text().splitlines()] if self.data.exists() else []
@@ -28,7 +28,7 @@ class HTMLLogger(Logger):
         self.data.write_text("".join(f"{json.dumps(point)}\n" for point in self.points))
 
     def log_metrics(self, metrics, step):
-        """Append the values of one logging point; there may be several calls for one step."""
+        """Append the values of a logging point. There may be several calls for the same step."""
         new = [{"name": name, "step": step, "value": value} for name, value in metrics.items()]
         new = [point for point in new if (point["name"], step) not in self.seen]
         self.seen.update((name, step) for name in metrics)
@@ -45,12 +45,12 @@ class HTMLLogger(Logger):
         self.page.write_text(PAGE.format(title=html.escape(f"{self.name}, version {self.version}"), charts=charts))
 
     def finalize(self, status):
-        """Draw it for the last time."""
+        """Draw the page for the last time."""
         self.save()
 
 
 def draw(name, curve):
-    """Return a chart of a curve: (step, value) pairs in order."""
+    """Return a chart of a curve, which is a list of (step, value) pairs in order."""
     steps, values = zip(*curve, strict=True)
     width, height = max(steps[-1] - steps[0], 1), max(values) - min(values) or 1.0
     places = [(320 * (s - steps[0]) / width, 150 - 140 * (v - min(values)) / height) for s, v in curve]

@@ -1,6 +1,6 @@
-"""Image classification: a small residual network on handwritten digits, with augmentation and a cosine schedule.
+"""Image classification: a small residual network for handwritten digits, with augmentation and a cosine schedule.
 
-legato fit image_classification.yaml
+Run `legato fit image_classification.yaml`.
 """
 
 import torch
@@ -11,7 +11,7 @@ import legato as lg
 
 
 class Residual(nn.Module):
-    """Two convolutions, added to their input."""
+    """Two convolutions whose output is added to their input."""
 
     def __init__(self, width):
         super().__init__()
@@ -42,7 +42,7 @@ class ImageClassifier(lg.Task):
 
     def training_step(self, batch, batch_idx):
         images, labels = batch
-        images = images + 0.1 * torch.randn_like(images)  # the same noise in any process, and after a resume
+        images = images + 0.1 * torch.randn_like(images)  # the same noise in any process and after a resume
         loss = F.cross_entropy(self(images), labels, label_smoothing=self.hparams.smoothing)
         self.log("train/loss", loss, prog_bar=True)
         return loss

@@ -1,9 +1,10 @@
-"""Streams of unknown and uneven length: each process reads its own stream, until all are exhausted.
+"""Streams of unknown and unequal length: each process reads its own stream until all streams are exhausted.
 
     python examples/iterable_stream.py
 
-One of the two processes has 3,000 measurements, the other 1,100. Each counts once, with the same weight: the gradient
-of a step is the mean over its samples, whichever process read them, even if one has none left.
+One of the two processes has 3,000 measurements, and the other has 1,100. Each measurement is used once and has the same
+weight: the gradient of a step is the mean over its samples, no matter which process read them, even if one process has
+none left.
 """
 
 import torch
@@ -16,7 +17,7 @@ LENGTHS = (3000, 1100)
 
 
 class Measurements(IterableDataset):
-    """One sensor's log: x (4,) and y = x @ (1, 2, 3, 4) plus noise. Its length is unknown until it ends."""
+    """A sensor's log: x (4,) and y = x @ (1, 2, 3, 4) plus noise. The log's length is unknown until it ends."""
 
     def __init__(self, sensor):
         self.sensor = sensor
@@ -53,11 +54,11 @@ trainer = lg.Trainer(
     max_epochs=1,
     strategy="ddp",
     devices=2,
-    use_distributed_sampler=False,  # each process's loader is its share already
+    use_distributed_sampler=False,  # each process's loader already yields its share
     run_name="stream",
     enable_progress_bar=False,
 )
 trainer.fit(task, datamodule=Sensors())
 
-print(f"{trainer.state.samples_seen} samples seen in {trainer.global_step} steps; there are {sum(LENGTHS)}")
-print(f"weights {[round(weight, 2) for weight in task.line.weight[0].tolist()]}, to be found: [1, 2, 3, 4]")
+print(f"{trainer.state.samples_seen} samples seen in {trainer.global_step} steps; expected: {sum(LENGTHS)}")
+print(f"weights {[round(weight, 2) for weight in task.line.weight[0].tolist()]}, expected: [1, 2, 3, 4]")

@@ -1,9 +1,9 @@
-"""K-fold cross-validation: k runs, each validated on another k-th of the data.
+"""K-fold cross-validation: k runs, each validated on a different fold of the data.
 
     python k_fold.py
 
-Each fold is a run of its own in `runs/k_fold/`: TensorBoard shows them side by side, and `resume="auto"` makes the
-whole go on where it was interrupted.
+Each fold is a separate run in `runs/k_fold/`, so TensorBoard shows the folds side by side. After an interruption,
+`resume="auto"` lets the program continue where it stopped.
 """
 
 import sys
@@ -45,7 +45,7 @@ def cross_validate(folds: int = 5, epochs: int = 15) -> list[float]:
     scores = []
     for fold, held_out in enumerate(order.chunk(folds)):
         rest = [index for index in order.tolist() if index not in set(held_out.tolist())]
-        lg.seed_everything(fold, verbose=False)  # the weights that a fold begins with
+        lg.seed_everything(fold, verbose=False)  # for the initial weights of the fold
         trainer = lg.Trainer(
             max_epochs=epochs,
             seed=fold,

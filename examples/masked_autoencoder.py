@@ -1,8 +1,8 @@
-"""A masked autoencoder: a transformer sees a quarter of an image's patches, and draws the others.
+"""A masked autoencoder: a transformer sees 6 of an image's 16 patches and reconstructs the others.
 
     legato fit masked_autoencoder.yaml
 
-The IMAGES tab of TensorBoard shows images, what the model saw of them, and what it drew.
+TensorBoard's IMAGES tab shows images above their reconstructions.
 """
 
 import torch
@@ -32,7 +32,7 @@ class MaskedAutoencoder(lg.Task):
         return nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
 
     def forward(self, patches: Tensor, order: Tensor) -> Tensor:
-        """Return all patches (n, PATCHES, pixels), drawn from the first `seen` of each image's `order` (n, PATCHES)."""
+        """Reconstruct all patches (n, PATCHES, pixels) from the first `seen` patches in each `order` (n, PATCHES)."""
         seen = order[:, : self.hparams.seen]
         tokens = self.into(pick(patches, seen)) + self.places[seen]
         sequence = self.blank.expand(len(patches), PATCHES, -1).clone()
@@ -40,7 +40,7 @@ class MaskedAutoencoder(lg.Task):
         return self.out(self.decoder(sequence + self.places))
 
     def step(self, batch):
-        """Return the loss on the hidden patches, and the patches drawn (n, PATCHES, pixels)."""
+        """Return the loss on the hidden patches, and all reconstructed patches (n, PATCHES, pixels)."""
         patches = to_patches(batch[0])
         order = torch.rand(len(patches), PATCHES, device=patches.device).argsort(dim=1)
         drawn, hidden = self(patches, order), order[:, self.hparams.seen :]
@@ -55,7 +55,7 @@ class MaskedAutoencoder(lg.Task):
         loss, drawn = self.step(batch)
         self.log("val/loss", loss, prog_bar=True)
         if batch_idx == 0 and self.logger is not None:
-            pairs = torch.cat([batch[0][:8], to_images(drawn[:8])], dim=2)  # each image above what was drawn
+            pairs = torch.cat([batch[0][:8], to_images(drawn[:8])], dim=2)  # each image above its reconstruction
             self.logger.experiment.add_images("drawn", (pairs + 1).clamp(0, 2) / 2, self.global_step)
 
     def configure_optimizers(self):

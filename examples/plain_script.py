@@ -2,8 +2,8 @@
 
     python examples/plain_script.py [EPOCHS]
 
-A small network learns to tell two interleaved spirals apart. After `fit` the task in this script has the trained
-weights, although two other processes trained it.
+A small network learns to tell two interleaved spirals apart. After `fit`, the task in this script has the trained
+weights, even though two other processes trained it.
 """
 
 import math
@@ -44,7 +44,7 @@ class Spirals(lg.Task):
 
 
 def spirals(count, seed):
-    """Return points (count, 2) on two spirals of one and a half turns, and the spiral of each, (count,)."""
+    """Return points (count, 2) on two spirals with one and a half turns, and each point's spiral (count,)."""
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(2, (count,), generator=generator)
     radius = torch.rand(count, generator=generator) * 0.9 + 0.1

@@ -3,9 +3,9 @@
     python examples/recommender.py                     two trainers and a server
     python examples/recommender.py single [EPOCHS]     the same run in one process
 
-Ratings are generated from hidden tastes of users and items. The embedding tables grow with users and items, so the task
-lists them in `remote_modules`: under strategy ddp_rpc a server holds them, under any other strategy each process does.
-Both runs end with the same loss, except for rounding.
+Ratings are generated from hidden features of users and items. The embedding tables grow with the number of users and
+items, so the task lists them in `remote_modules`: under the ddp_rpc strategy, a server process holds them; under any
+other strategy, every process does. Both runs end with the same loss, up to rounding.
 """
 
 import sys

@@ -1,10 +1,10 @@
-"""Reinforcement learning: Q-learning of the cart and pole, from a buffer that grows and that all processes share.
+"""Reinforcement learning: Q-learning for the cart-pole problem, with a growing buffer that all processes share.
 
     legato fit reinforcement.yaml
 
-Before each epoch every process plays its share of the carts, `all_gather` brings all that was seen to all of them, and
-the epoch is one pass over the buffer. A cart's random numbers depend on its index, not on who plays it: the run is the
-same on any number of processes.
+Before each epoch, every process plays its share of the carts, `all_gather` shares the results with all processes, and
+the epoch is one pass over the buffer. A cart's random numbers depend on its index and not on the process that plays it,
+so the run is the same on any number of processes.
 """
 
 from copy import deepcopy
@@ -22,13 +22,13 @@ class CartPole(lg.Task):
         super().__init__()
         self.save_hyperparameters()
         layers = nn.Linear(4, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, 2)
-        self.net = nn.Sequential(*layers)  # the worth of each move
-        self.target = deepcopy(self.net).requires_grad_(False)  # that of the epoch before
-        self.buffer, self.epochs_played = [torch.empty(0, 10)], 0  # state 4, move, state after 4, whether it fell
+        self.net = nn.Sequential(*layers)  # the value of each move
+        self.target = deepcopy(self.net).requires_grad_(False)  # the network at the start of the epoch
+        self.buffer, self.epochs_played = [torch.empty(0, 10)], 0  # state (4), move, next state (4), fell
 
     def train_dataloader(self):
-        """Play, then load the whole buffer; called before each epoch (reload_dataloaders_every_n_epochs)."""
-        if self.epochs_played <= self.current_epoch:  # a resume in the middle of an epoch does not play it again
+        """Play, then load the whole buffer. Called before each epoch (reload_dataloaders_every_n_epochs)."""
+        if self.epochs_played <= self.current_epoch:  # don't play again after a resume in the middle of an epoch
             self.buffer.append(self.all_gather(self.play()).flatten(0, 1).cpu())
             self.epochs_played += 1
         states, moves, after, fell = torch.cat(self.buffer).split([4, 1, 4, 1], dim=1)
@@ -36,7 +36,7 @@ class CartPole(lg.Task):
 
     @torch.no_grad()
     def play(self):
-        """Return what this process's carts see in `moves` moves: (carts of it x moves, 10)."""
+        """Return what this process's carts see in `moves` moves: (local carts x moves, 10)."""
         carts, random = self.hparams.carts, torch.Generator().manual_seed(self.current_epoch)
         noise = torch.rand(self.hparams.moves, carts, 6, generator=random).tensor_split(self.trainer.world_size, dim=1)
         noise = noise[self.global_rank].to(self.device)

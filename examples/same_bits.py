@@ -1,4 +1,4 @@
-"""One run on 1, 4 and 2 processes, and one that is killed three times: the same 64 hex digits each time."""
+"""Trains on 1, 4 and 2 processes, and in a run that is killed three times. All runs print the same 64 hex digits."""
 
 import hashlib
 import os
@@ -14,7 +14,7 @@ RUNS = {
     "2 processes": [(2, None)],
     "4, killed, 2, killed, 3, killed, 1": [(4, 12), (2, 23), (3, 34), (1, None)],
 }
-"""For each start of a run: its number of processes and the step at which SIGKILL ends one of them."""
+"""For each launch of a run, the number of processes and the step at which SIGKILL ends one of them."""
 
 
 class Kill(lg.Callback):
@@ -44,6 +44,6 @@ if __name__ == "__main__":
             for processes, kill_at in starts:
                 try:
                     digest = train(folder, processes, kill_at)
-                except RuntimeError as error:  # a process was killed: start again, on other processes
+                except RuntimeError as error:  # a process was killed: resume on the next number of processes
                     print(error)
             print(f"{name:36}{digest}", flush=True)

@@ -1,9 +1,9 @@
-"""Tabular data: numbers and categories, with rare classes weighted up.
+"""Tabular data: numerical and categorical features, with class weights for a rare class.
 
     legato fit tabular.yaml
 
-The table is made: transactions, of which three in a hundred are fraudulent. Without class weights the model calls
-none of them so, and is right in 97 of 100.
+The synthetic table contains transactions, 3 % of which are fraudulent. Without class weights, the model classifies none
+of them as fraudulent and still has an accuracy of 97 %.
 """
 
 import torch
@@ -25,7 +25,7 @@ class Table(lg.DataModule):
     def setup(self, stage):
         random = torch.Generator().manual_seed(0)
         rows = self.hparams.rows
-        numbers = torch.randn(rows, 4, generator=random)  # amount, hour, age of the account, distance
+        numbers = torch.randn(rows, 4, generator=random)  # amount, hour, account age, distance
         countries = torch.randint(COUNTRIES, (rows,), generator=random)
         risk = 1.5 * numbers[:, 0] + numbers[:, 3] - numbers[:, 2] + (countries % 7 == 0) * 1.5
         fraud = (risk > risk.quantile(0.97)).long()
@@ -51,7 +51,7 @@ class Fraud(lg.Task):
         self.f1, self.recall = BinaryF1Score(), BinaryRecall()
 
     def on_fit_start(self):
-        if self.hparams.weighted:  # as often as they are rare, one on average; kept in checkpoints
+        if self.hparams.weighted:  # inversely proportional to the class counts; saved in checkpoints
             counts = self.trainer.datamodule.class_counts.to(self.device)
             self.weights = counts.sum() / (2.0 * counts)
 

@@ -1,10 +1,11 @@
-"""Fine-tuning a model of transformers: first its new head alone, then the last layers too.
+"""Fine-tuning a Hugging Face Transformers model: first only the new head, then the last layers as well.
 
     legato fit transformers_finetuning.yaml
 
-It needs `pip install transformers`, and downloads nothing: a tiny model with random weights stands in for
-`AutoModelForSequenceClassification.from_pretrained("distilbert-base-uncased", num_labels=2)`, and made sentences for
-yours. `BaseFinetuning` freezes what the head is built on before the optimizer is made, and adds layers to it later.
+This example requires `pip install transformers` but no downloads: a tiny model with random weights stands in for
+`AutoModelForSequenceClassification.from_pretrained("distilbert-base-uncased", num_labels=2)`, and generated sentences
+stand in for your data. `BaseFinetuning` freezes everything below the head before the optimizer is created, and adds
+layers to the optimizer later.
 """
 
 import torch
@@ -42,7 +43,7 @@ class SentenceClassifier(lg.Task):
 
 
 class UnfreezeLayers(lg.callbacks.BaseFinetuning):
-    """Trains the head alone, and from `at_epoch` on also the last `layers` layers, at its rate over `slower`."""
+    """Trains the head and, from `at_epoch` on, also the last `layers` layers, with its learning rate / `slower`."""
 
     def __init__(self, at_epoch: int = 2, layers: int = 1, slower: float = 10.0):
         super().__init__()
@@ -53,12 +54,12 @@ class UnfreezeLayers(lg.callbacks.BaseFinetuning):
 
     def finetune_function(self, task, epoch, optimizer):
         if epoch == self.at_epoch:
-            last = task.model.distilbert.transformer.layer[-self.layers :].train()  # a frozen model keeps its mode
+            last = task.model.distilbert.transformer.layer[-self.layers :].train()  # unfreezing keeps the mode
             self.unfreeze_and_add_param_group(last, optimizer, initial_denom_lr=self.slower)
 
 
 class Sentences(lg.DataModule):
-    """Sentences of 12 words, of which some are good or bad ones; the label says which there are more of."""
+    """Sentences of 12 words, some of them good or bad. The label is 1 if there are more good words than bad ones."""
 
     def __init__(self, count: int = 1000, batch_size: int = 32):
         super().__init__()

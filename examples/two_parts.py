@@ -1,12 +1,12 @@
-"""A model in two parts on two devices: ddp_model_parallel, in both ways.
+"""A model split across two devices: the two ways to use ddp_model_parallel.
 
     python examples/two_parts.py
 
-Four devices make two processes with two parts each. Without four GPUs the CPU serves as all four devices, with the same
-steps, so that a model can be tried on any machine.
+Four devices make two processes with two parts each. On a machine without four GPUs, the CPU acts as all four devices
+and computes the same steps, so you can try a model on any machine.
 
-`InBlocks` returns its blocks, and Legato splits them by parameter bytes. `ByHand` places its parts on devices itself.
-Both learn the same as the model on one device.
+`InBlocks` returns its blocks, and Legato splits them by parameter size in bytes. `ByHand` places its parts on devices
+itself. Both get the same results as the model on a single device.
 """
 
 import torch
@@ -29,7 +29,7 @@ class Layer(nn.Module):
 
 
 class Rings(lg.Task):
-    """A task without any placement."""
+    """A task that doesn't place any of its modules."""
 
     def __init__(self, width: int = 32, layers: int = 4):
         super().__init__()
@@ -87,7 +87,7 @@ class ByHand(Rings):
 
 
 def rings(count, seed):
-    """Return points (count, 2), and whether each lies on an odd ring (count,)."""
+    """Return points (count, 2), and whether each point lies on an odd ring (count,)."""
     points = torch.rand(count, 2, generator=torch.Generator().manual_seed(seed)) * 2 - 1
     return TensorDataset(points, (points.norm(dim=1) * 2).long() % 2)
 

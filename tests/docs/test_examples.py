@@ -13,7 +13,7 @@ EXAMPLES = ROOT / "examples"
 NEEDS = {"transformers_finetuning": "transformers", "finetune": "peft", "k_fold": "sklearn"}
 SMALL = {
     "gan.py": ("10", "losses: train/critic_loss"),
-    "iterable_stream.py": ("", "4100 samples seen in 300 steps; there are 4100"),
+    "iterable_stream.py": ("", "4100 samples seen in 300 steps; expected: 4100"),
     "k_fold.py": ("2 1", ""),
     "plain_script.py": ("1", "accuracy of the task in this process on new points: "),
     "recommender.py": ("single 1", ""),
