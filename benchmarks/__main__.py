@@ -1,7 +1,7 @@
 """Runs all benchmarks, one after another, each in its own process.
 
 Run: python -m benchmarks [--full] [NAME ...]
-The quick form takes less than five minutes; the figures of docs/benchmarks.md were measured with --full.
+The quick form takes less than five minutes. The figures in docs/benchmarks.md were measured with --full.
 """
 
 import argparse
@@ -26,11 +26,11 @@ QUICK = {
 }
 """Arguments of the quick form."""
 LONG = {"gpu", "one_run_picture", "peer_behavior", "peer_resumes", "same_results", "soak"}
-"""Benchmarks without a quick form, with a separate command (make gpu), or with packages of peers."""
+"""Benchmarks that have no quick form, have their own command (make gpu), or need the packages of peers."""
 
 
 def main() -> int:
-    """Return the number of benchmarks that failed."""
+    """Run the benchmarks and return how many failed."""
     every = sorted(path.stem for path in HERE.glob("[a-z]*.py"))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--full", action="store_true")

@@ -1,15 +1,15 @@
-"""Cost of `reproducible: bitwise` on two processes: step time, and bytes sent by its tree reduction.
+"""Cost of `reproducible: bitwise` on two processes: step time, and bytes that its tree reduction sends.
 
 Run: python -m benchmarks.bitwise [--rounds 6] [--steps 6] [--workloads gpt mlp "gpt x 4"] [--strategy fsdp]
 
-Three contestants train the same model on the same processes in turn (A B C, A B C, ...), so other load affects all
-equally: a hand-written loop with DistributedDataParallel, Legato with `reproducible: order` (also DDP), and Legato with
-`bitwise` (its own reduction). `wall` is the minimum over steps; `CPU` is the median of the CPU time of all threads of a
-process, which other load affects less.
+Three contestants train the same model on the same processes in turn (A B C, A B C, ...), so any other load affects all
+of them equally: a hand-written loop with DistributedDataParallel, Legato with `reproducible: order` (also DDP), and
+Legato with `bitwise` (its own reduction). `wall` is the minimum over steps; `CPU` is the median CPU time of all threads
+in a process, which is less affected by other load.
 
-gpt: 25 million parameters, 512 tokens per replica; mostly arithmetic. mlp: as many parameters, 4 samples per replica;
-nearly all communication. gpt x 4: four replicas on the two processes. With another strategy than ddp, `order` and
-`bitwise` use it and clip gradients by norm.
+gpt: 25 million parameters, 512 tokens per replica; mostly arithmetic. mlp: the same number of parameters, 4 samples per
+replica; almost entirely communication. gpt x 4: four replicas on the two processes. If you pass a strategy other than
+ddp, `order` and `bitwise` use it and clip gradients by norm.
 """
 
 import argparse
@@ -39,7 +39,7 @@ PROCESSES = 2
 CONTESTANTS = ("hand", "order", "bitwise")
 WORKLOADS = {"gpt": ("gpt", 2), "mlp": ("mlp", 2), "gpt x 4": ("gpt", 4)}
 LAYOUTS = [(2, 2), (4, 2), (8, 2), (3, 3), (8, 3), (4, 4), (8, 4)]
-"""(replicas, processes) for which bytes are counted."""
+"""Numbers of replicas and processes for which bytes are counted."""
 
 Times = list[tuple[float, float]]
 """Wall and CPU seconds of each step."""
@@ -101,7 +101,7 @@ class MLP(lg.Task):
 
 
 class Loss(nn.Module):
-    """Module around the loss, so that DDP sees its call."""
+    """Module that contains the loss, so that DDP sees the call."""
 
     def __init__(self, task: Any) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ class Clock(lg.Callback):
         self.marks.append((time.perf_counter(), time.process_time()))
 
     def steps(self) -> Times:
-        """Return the times of all steps but the first, which allocates memory."""
+        """Return the times of all steps except the first, which allocates memory."""
         pairs = zip(self.marks[1:], self.marks[2:], strict=False)
         return [(later[0] - earlier[0], later[1] - earlier[1]) for earlier, later in pairs]
 
@@ -136,7 +136,7 @@ def train(contestant: str, kind: str, replicas: int, steps: int, strategy: str) 
     """Train for `steps` steps in this process, as one of PROCESSES."""
     torch.manual_seed(0)
     task: Any = {"gpt": GPT, "mlp": MLP}[kind]()
-    task.fused = strategy != "fsdp"  # under fsdp a fused optimizer rounds the end of a shard differently
+    task.fused = strategy != "fsdp"  # under fsdp, a fused optimizer rounds the end of a shard differently
     data, clock = task.data(steps * replicas * task.batch_size), Clock()
     if contestant == "hand":
         train_by_hand(task, data, replicas // PROCESSES, clock)
@@ -160,7 +160,7 @@ def train(contestant: str, kind: str, replicas: int, steps: int, strategy: str) 
 
 
 def train_by_hand(task: Any, data: Dataset[Any], turns: int, clock: Clock) -> None:
-    """Train in a hand-written loop, with `turns` micro batches per step."""
+    """Train in a hand-written loop with `turns` micro-batches per step."""
     model, optimizer = nn.parallel.DistributedDataParallel(Loss(task)), task.configure_optimizers()
     batches = iter(DataLoader(data, task.batch_size, sampler=DistributedSampler(data)))
     for first in batches:
@@ -175,7 +175,7 @@ def train_by_hand(task: Any, data: Dataset[Any], turns: int, clock: Clock) -> No
 
 
 def compare(rounds: int, steps: int, workloads: Sequence[str], strategy: str) -> dict[str, dict[str, Times]]:
-    """Run the contestants in turn, in every process."""
+    """Run the contestants in turn in every process."""
     place = find_place()
     assert place is not None
     join_process_group(place, "gloo", timedelta(minutes=5))
@@ -192,7 +192,7 @@ def compare(rounds: int, steps: int, workloads: Sequence[str], strategy: str) ->
 
 
 def count_bytes(numbers: int, processes: int) -> dict[tuple[int, int], float]:
-    """Return the bytes sent between processes per step, on average, for each layout."""
+    """Return the average number of bytes sent between processes per step, for each layout."""
     place = find_place()
     assert place is not None
     join_process_group(place, "gloo", timedelta(minutes=1))
@@ -214,7 +214,7 @@ def count_bytes(numbers: int, processes: int) -> dict[tuple[int, int], float]:
 
 
 class counted:
-    """Count the bytes that this process sends in the tree's collectives within this context."""
+    """Within this context, count the bytes that this process sends in the tree's collectives."""
 
     def __enter__(self) -> list[int]:
         sent: list[int] = []

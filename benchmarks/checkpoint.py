@@ -1,8 +1,9 @@
 """Cost of a checkpoint: a synchronous save, the stall of a background save, and loading with verification.
 
 Run: python benchmarks/checkpoint.py [--quick] [--folder FOLDER]
-The state is that of a model with AdamW: 500 MB (200 MB with --quick), a third of it weights. `torch.save` of the same
-state with an fsync, and `torch.load`, run in turn with it: compare ratios, since the machine may be shared.
+The state is that of a model trained with AdamW: 500 MB (200 MB with --quick), a third of which is weights. `torch.save`
+with an fsync and `torch.load` of the same state take turns with Legato. Compare ratios, since the machine may be
+shared.
 """
 
 import argparse
@@ -23,7 +24,7 @@ from legato.trainer.checkpoints.codec import flatten
 
 
 def state_of(megabytes: int) -> dict[str, Any]:
-    """Return a training state of about this size, in tensors of 4 MB and small ones."""
+    """Return a training state of about this size, consisting of 4 MB tensors and small tensors."""
     layers = megabytes // 12
     weights = {f"layers.{layer}.weight": torch.randn(1000, 1000) for layer in range(layers)}
     weights |= {f"layers.{layer}.bias": torch.randn(1000) for layer in range(layers)}
@@ -48,12 +49,12 @@ def torch_save(state: dict[str, Any], path: Path) -> None:
 
 
 def bytes_of(state: Any) -> int:
-    """Return the bytes of all tensors of a state."""
+    """Return the total size of a state's tensors in bytes."""
     return sum(tensor.nbytes for tensors in flatten(state).tensors.values() for tensor in tensors.values())
 
 
 def measure(state: dict[str, Any], folder: Path, rounds: int) -> tuple[dict[str, list[float]], float]:
-    """Return the seconds of each operation in each round, and of the first stall, which allocates memory."""
+    """Return the seconds that each operation takes in each round, and the first stall, which allocates memory."""
     writer = background.Writer()
     behind, at_once, pickled = folder / "step-00000001", folder / "step-00000002", folder / "state.pt"
     first_stall = seconds(lambda: writer.save(behind, state))
@@ -64,7 +65,7 @@ def measure(state: dict[str, Any], folder: Path, rounds: int) -> tuple[dict[str,
         times.setdefault(name, []).append(seconds(work))
 
     for _ in range(rounds):
-        # each writes to fresh files, with the disk idle
+        # each one writes to new files while the disk is idle
         storage.remove(behind)
         os.sync()
         timed("torch.save + fsync", lambda: torch_save(state, pickled))
@@ -92,7 +93,7 @@ def main() -> None:
     size = bytes_of(state)
     folder = Path(tempfile.mkdtemp(dir=options.folder, prefix="checkpoint-benchmark-"))
     try:
-        # warm up: a virtual machine may first have to allocate memory for page cache and snapshot
+        # warm up: a virtual machine may first have to allocate memory for the page cache and the snapshot
         (folder / "warm").mkdir()
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         writer = background.Writer()

@@ -1,11 +1,11 @@
-"""Rate of a save of 2 GB relative to as many bytes written with an fsync, and its cost to concurrent steps.
+"""Speed of a 2 GB save relative to writing the same number of bytes with an fsync, and its cost to concurrent steps.
 
 Run: python -m benchmarks.checkpoint_disk [--megabytes 2000] [--rounds 3] [--folder FOLDER]
 
-The rate: a save, and as many bytes written as `dd bs=1M conv=fsync` does, in turn, with the disk idle before each.
-Beside it: two processes, each with one thread, compute steps of an MLP (as two ranks on two cores do). One of them
-saves in the background; compared are the steps of both during saves and those between saves, in turn. The stall in
-which the state is copied is shown by itself.
+Speed: a save and a write of the same size, as by `dd bs=1M conv=fsync`, take turns, each starting with an idle disk.
+Concurrent steps: two processes with one thread each compute steps of an MLP, like two ranks on two cores. One of them
+saves in the background. The steps of both processes during saves are compared with those between saves. The stall while
+the state is copied is listed separately.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from legato.trainer.checkpoints import background, commit, storage
 
 
 def taken(work: Callable[[], object]) -> tuple[float, float]:
-    """Return the seconds and the CPU seconds of a call."""
+    """Return the wall time and the CPU time of a call in seconds."""
     os.sync()
     wall, cpu = time.perf_counter(), time.process_time()
     work()
@@ -36,7 +36,7 @@ def taken(work: Callable[[], object]) -> tuple[float, float]:
 
 
 def write_and_sync(path: Path, size: int) -> None:
-    """Write a file as `dd conv=fsync` does."""
+    """Write a file in the same way as `dd conv=fsync`."""
     block = memoryview(bytearray(os.urandom(1 << 20)))
     with path.open("wb", buffering=0) as file:
         for _ in range(size >> 20):
@@ -45,7 +45,7 @@ def write_and_sync(path: Path, size: int) -> None:
 
 
 def rate(folder: Path, size: int, rounds: int, save: Callable[[Path], object]) -> None:
-    """Print the rate of a save relative to that of the disk."""
+    """Print the speed of a save relative to that of the disk."""
     saves, plain = [], []
     for _ in range(rounds):
         saves.append(taken(lambda: save(folder / "step-00000001")))
@@ -60,7 +60,7 @@ def rate(folder: Path, size: int, rounds: int, save: Callable[[Path], object]) -
 
 
 class Steps:
-    """Computes steps of about 5 ms, and notes when each began and how long it took."""
+    """Computes steps of about 5 ms, and records when each step began and how long it took."""
 
     def __init__(self) -> None:
         torch.set_num_threads(1)
@@ -84,12 +84,12 @@ def other_rank(connection: Connection) -> None:
 
 
 def beside(folder: Path, rounds: int, state: dict[str, object]) -> None:
-    """Print how much longer a step takes during a background save."""
+    """Print how much longer steps take during a background save."""
     here, there = multiprocessing.get_context("spawn").Pipe()
     process = multiprocessing.get_context("spawn").Process(target=other_rank, args=(there,))
     process.start()
     steps, writer, path = Steps(), background.Writer(), folder / "step-00000001"
-    writer.save(path, state)  # touches the memory of the copy
+    writer.save(path, state)  # allocates the memory for the copy
     writer.wait()
     stalls: list[float] = []
     spans: list[tuple[float, float, float]] = []
@@ -118,7 +118,7 @@ def beside(folder: Path, rounds: int, state: dict[str, object]) -> None:
 
 
 def mean_step(noted: Sequence[tuple[float, float]], begin: float, end: float) -> float:
-    """Return the mean seconds of the steps that began in this interval."""
+    """Return the mean duration in seconds of the steps that began in this interval."""
     return statistics.fmean(seconds for began, seconds in noted if begin <= began < end)
 
 

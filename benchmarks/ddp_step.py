@@ -1,16 +1,16 @@
-"""A step under `ddp` against a hand-written loop around DistributedDataParallel, in the same two processes.
+"""Compares a step under `ddp` with one in a hand-written DistributedDataParallel loop, in the same two processes.
 
 Run: python -m benchmarks.ddp_step [--width 64] [--blocks 120] [--steps 20]
 
-Three contestants train the same MLP on shuffled batches of the same samples, a block of steps each: Legato, whose hook
-after a block's last step runs the loop by hand and, after its next block, a second one by hand. Each begins behind a
-barrier, and with caches that hold the other's code: a block's first steps take up to a third longer. A block of
-Legato's is compared with the blocks by hand right before and right after it, so that what else the machine does meets
-both. Shown are medians of these ratios over both ranks, and by the same rule those of the second loop by hand to the
-first: the noise.
+Three contestants train the same MLP on shuffled batches of the same samples, one block of steps at a time: Legato and
+two hand-written loops. A Legato hook runs the loops alternately after the last step of each Legato block. Each block
+begins after a barrier, and with caches that contain the other contestant's code, so its first steps take up to a third
+longer. Each Legato block is compared with the hand-written blocks right before and after it, so that other load on the
+machine affects both. The results are the medians of these ratios over both ranks. The ratios of the second hand-written
+loop to the first, computed in the same way, show the noise.
 
-Data is map-style, of which each contestant reads its rank's half by a sampler. Of a stream each rank of Legato's reads
-all batches and keeps its own, which the loop by hand would not.
+The dataset is map-style, and each contestant uses a sampler to read its rank's half. With a stream, each Legato rank
+would read all batches and keep its own, which a hand-written loop would not do.
 """
 
 import argparse
@@ -33,11 +33,11 @@ from torch.utils.data.distributed import DistributedSampler
 import legato as lg
 
 FIRST = 3
-"""First blocks of each contestant, which are not measured."""
+"""Number of initial blocks of each contestant, which are not measured."""
 
 
 class Samples(Dataset[Any]):
-    """Map-style samples, read by batch at a negligible cost relative to the step."""
+    """Map-style samples, read one batch at a time, at a cost that is negligible relative to the step."""
 
     def __init__(self, steps: int) -> None:
         self.size = 32 * 2 * steps
@@ -113,11 +113,11 @@ class InTurn(lg.Task):
 
     def on_train_end(self) -> None:
         (self.folder / f"{self.global_rank}.json").write_text(json.dumps(self.taken))
-        self.loops = []  # frees DDP's reducers before the group is destroyed
+        self.loops = []  # free DDP's reducers before the group is destroyed
 
 
 def ratios(taken: dict[str, list[list[float]]], clock: int, over: str) -> list[float]:
-    """Return each block of `over` divided by the mean of the adjacent hand-written blocks."""
+    """Return the ratio of each block in `over` to the mean of the adjacent hand-written blocks."""
     hand = [block[clock] for block in taken["hand"]]
     if over == "legato":
         blocks = [block[clock] for block in taken["legato"][1:]]

@@ -1,12 +1,13 @@
-"""Recovery of an elastic run whose processes are killed: seconds to the next finished step, and steps lost.
+"""Recovery of an elastic run whose processes are killed: seconds until the next completed step, and lost steps.
 
 Run: python -m benchmarks.elastic [--kills 8] [--processes 2 3 4] [--width 256]
 
-Processes are killed (SIGKILL) at random moments, each after the previous one was replaced. For each death: the seconds
-to the end of the first step of the survivors' new group, which repeats the interrupted step or is the next one. For
-each replacement: the seconds between the last step without it and the first one with it, in which it receives weights
-and optimizer state from another process. `lost` counts steps that some process had finished before a death and that
-were repeated. Finally the weights are compared, bit for bit, with those of the same run in one process.
+Processes are killed with SIGKILL at random times, each after the previous one was replaced. For each death, the
+benchmark reports the seconds until the survivors' new group completes its first step, which is either the interrupted
+step or the next one. For each replacement, it reports the seconds between the last step without the new process and the
+first step with it; in this time, the process receives weights and optimizer state from another process. `lost` counts
+the steps that a process had completed before a death and that were repeated. Finally, the weights are compared bitwise
+with those of the same run in one process.
 """
 
 import argparse
@@ -32,7 +33,7 @@ import legato as lg
 from legato.trainer.processes.launch import warm_up
 
 Event = tuple[float, str, int, int]
-"""Time (seconds of the machine's clock), "step" or "group", steps done, processes of the group."""
+"""Time in seconds on the machine's clock, "step" or "group", number of completed steps, and size of the group."""
 REPLICAS = 4
 
 
@@ -50,7 +51,7 @@ class Vectors(Dataset[Any]):
 
 
 class Net(lg.Task):
-    """Linear layers with AdamW; writes the time of each step and each new group to a file per process."""
+    """Linear layers with AdamW. Writes the time of each step and each new group to a file per process."""
 
     def __init__(self, width: int, folder: Path | None) -> None:
         super().__init__()
@@ -96,7 +97,7 @@ class Killer(threading.Thread):
         return sorted({int(path.name) for path in self.folder.glob("[0-9]*")} - dead)
 
     def run(self) -> None:
-        """Kill all processes in turn, then let the run end."""
+        """Kill all processes one after another, then let the run finish."""
         for _ in range(self.kills):
             while len(self.living()) < self.processes:
                 time.sleep(0.01)
@@ -111,7 +112,7 @@ class Killer(threading.Thread):
 
 
 def train(processes: int, width: int, folder: Path | None, kills: int, steps: int) -> tuple[int, str]:
-    """Train in an elastic run, or without `folder` in one process; return the steps done and the weights' digest."""
+    """Train in an elastic run or, without `folder`, in one process. Return the step count and the weights' digest."""
     task = Net(width, folder)
     many = {"strategy": {"name": "ddp", "elastic": True}, "devices": processes, "max_restarts": kills}
     trainer = lg.Trainer(
@@ -142,7 +143,7 @@ def read_events(folder: Path) -> dict[int, list[Event]]:
 
 
 def measure(events: dict[int, list[Event]], deaths: list[tuple[float, int]]) -> tuple[list[float], list[float], int]:
-    """Return seconds from each death to the next step, the pause for each replacement, and the number of lost steps."""
+    """Return the seconds from each death to the next step, each replacement's pause, and the number of lost steps."""
     every = sorted(event for process in events.values() for event in process)
     healed, joined, lost = [], [], 0
     for when, _ in deaths:
@@ -159,7 +160,7 @@ def measure(events: dict[int, list[Event]], deaths: list[tuple[float, int]]) -> 
 
 
 def main() -> None:
-    """Print a line per number of processes."""
+    """Print a line for each number of processes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=8)
     parser.add_argument("--processes", type=int, nargs="+", default=[2, 3, 4])
@@ -168,7 +169,7 @@ def main() -> None:
     if max(options.processes) > REPLICAS:  # a process without a replica has no batch and never records an event
         parser.error(f"--processes: at most {REPLICAS}, one process per replica")
     torch.set_num_threads(1)
-    logging.getLogger("legato").setLevel(logging.ERROR)  # each death is a warning
+    logging.getLogger("legato").setLevel(logging.ERROR)  # each death causes a warning
     warm_up()
     print("seconds from a death to the next finished step; seconds that a replacement interrupts the others")
     print(f"{'processes':>9}{'kills':>7}{'median':>9}{'max':>8}{'joined: median':>16}{'max':>8}{'lost':>6}  same bits")

@@ -1,8 +1,9 @@
-"""Legato on a GPU: tokens/s of GPT-2, the cost of a step, the stall of a background save, transfers of batches.
+"""Legato on a GPU: GPT-2 tokens/s, the cost of a step, the stall of a background save, and batch transfers.
 
 Run: make gpu, or python -m benchmarks.gpu [--device cuda] [--small] [--out FILE]
-Everything is measured relative to the same hand-written loop and, if installed, to Lightning, in turn in one
-process. Writes FILE.json and FILE.md. Takes about six minutes on one H100; `--small` seconds, on any device.
+Everything is compared with a hand-written loop and, if it is installed, with Lightning; they take turns in one process.
+The benchmark writes FILE.json and FILE.md. It takes about six minutes on one H100, or a few seconds on any device with
+`--small`.
 """
 
 import argparse
@@ -30,9 +31,9 @@ from legato.trainer.checkpoints import background
 from legato.trainer.data.transfer import to_device
 
 PEAK = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "L40": 181e12, "4090": 165e12, "B200": 2250e12}
-"""Dense bfloat16 FLOP/s by name of the device, from the data sheets."""
+"""Dense bfloat16 FLOP/s by device name, from the data sheets."""
 WARMUP = 5
-"""Steps before the clock starts; with compilation the first ones compile."""
+"""Number of steps before the clock starts. With torch.compile, the first steps compile the model."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ SMALL = Size(1, 2, 32, 64, 16, 2, steps=8, tiny_steps=40, megabytes=24, image_ba
 
 
 class Clock:
-    """Seconds per step from the end of the warm-up to the last step, with the device synchronized at both."""
+    """Seconds per step from the end of the warmup to the last step. The device is synchronized at both points."""
 
     def __init__(self, device: torch.device, steps: int) -> None:
         self.device, self.last, self.done, self.began, self.seconds = device, WARMUP + steps, 0, 0.0, 0.0
@@ -99,7 +100,7 @@ class GPT(nn.Module):
 
 
 class Tiny(nn.Module):
-    """A perceptron so small that the device waits for the host."""
+    """A perceptron that is so small that the device waits for the host."""
 
     def __init__(self, _: Size) -> None:
         super().__init__()
@@ -111,7 +112,7 @@ class Tiny(nn.Module):
 
 
 class Shrunk(nn.Module):
-    """One convolution over large images, so that the copy to the device counts."""
+    """One convolution over large images, so that the copy to the device matters."""
 
     def __init__(self, _: Size) -> None:
         super().__init__()
@@ -137,7 +138,7 @@ class Repeated(IterableDataset[Tensor]):
 
 @dataclass
 class Job:
-    """A training to time."""
+    """A training run to time."""
 
     model: Callable[[Size], nn.Module]
     batch: Tensor
@@ -148,7 +149,7 @@ class Job:
     compiled: bool = False
 
     def loader(self) -> DataLoader[Tensor]:
-        """Return a loader of one epoch, from pinned memory on CUDA."""
+        """Return a loader for one epoch, with pinned memory on CUDA."""
         steps, pinned = self.steps + WARMUP, self.device.type == "cuda"
         return DataLoader(Repeated(self.batch, steps), batch_size=None, pin_memory=pinned)
 
@@ -163,7 +164,7 @@ class Job:
 
 
 def by_hand(job: Job) -> float:
-    """Return the seconds of a step of the hand-written loop."""
+    """Return the seconds per step of the hand-written loop."""
     clock, module = Clock(job.device, job.steps), job.module().to(job.device)
     optimizer = job.optimizer(module)
     if job.compiled:
@@ -181,7 +182,7 @@ def by_hand(job: Job) -> float:
 
 
 def framework(job: Job, library: Any, **options: Any) -> float:
-    """Return the seconds of a step under a Trainer of Legato or Lightning."""
+    """Return the seconds per step with Legato's or Lightning's Trainer."""
     clock, base = Clock(job.device, job.steps), library.Task if hasattr(library, "Task") else library.LightningModule
 
     class Trained(base):  # type: ignore[misc]
@@ -205,7 +206,7 @@ def framework(job: Job, library: Any, **options: Any) -> float:
 
 
 def contestants(job: Job) -> dict[str, Callable[[], float]]:
-    """Return a function that times each contestant, by name."""
+    """Return functions that time the contestants, keyed by name."""
     compiled = {"compile": {"blocks": ["Block"]}} if job.compiled else {}
     timed: dict[str, Callable[[], float]] = {
         "by hand": lambda: by_hand(job),
@@ -224,7 +225,7 @@ def contestants(job: Job) -> dict[str, Callable[[], float]]:
 
 # --- measurements -----------------------------------------------------------------------------------------------------
 def time_steps(job: Job, rounds: int = 2) -> dict[str, float]:
-    """Run the contestants in turn and return the minimum seconds of a step for each."""
+    """Run the contestants in turn, and return each one's minimum seconds per step."""
     seconds: dict[str, float] = {}
     for _ in range(rounds):
         for name, run in contestants(job).items():
@@ -253,7 +254,7 @@ def measure_gpt(size: Size, device: torch.device, compiled: bool = False) -> lis
 
 
 def measure_steps(title: str, job: Job) -> list[dict[str, Any]]:
-    """Return a row for each contestant: microseconds of a step."""
+    """Return a row for each contestant: microseconds per step."""
     steps = time_steps(job)
     return [
         {"what": title, "who": name, "value": seconds * 1e6, "unit": "us a step", "ratio": seconds / steps["by hand"]}
@@ -262,7 +263,7 @@ def measure_steps(title: str, job: Job) -> list[dict[str, Any]]:
 
 
 def measure_save(size: Size, device: torch.device) -> list[dict[str, Any]]:
-    """Return rows of the stall of a background save, the second one, and of the time until it is on the disk."""
+    """Return rows for the stall of the second background save, and for the time until that save is on disk."""
     state = to_device(state_of(size.megabytes), device)
     rows, writer = [], background.Writer()
     with tempfile.TemporaryDirectory() as folder:
@@ -284,7 +285,7 @@ def peak_of(device: torch.device) -> float | None:
 
 
 def describe(rows: list[dict[str, Any]], machine: str) -> str:
-    """Return the rows as a table in Markdown."""
+    """Return the rows as a Markdown table."""
     lines = [
         f"Measured on {machine}.",
         "",
@@ -299,7 +300,7 @@ def describe(rows: list[dict[str, Any]], machine: str) -> str:
 
 
 def main() -> None:
-    """Measure, and write the files after each measurement, so an interrupted run leaves some."""
+    """Measure, and write the files after each measurement, so that an interrupted run leaves results behind."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--small", action="store_true", help="takes seconds; its figures mean little")

@@ -1,7 +1,7 @@
-"""Time to import Legato, against torch's own import.
+"""Time to import Legato, compared with importing torch.
 
 Run: python -m benchmarks.imports [--rounds 5]
-Each import runs in a fresh process, in turn; reported is the minimum over rounds, in CPU time and in seconds.
+The imports take turns, each in a new process. The results are the minimum CPU time and wall time over all rounds.
 """
 
 import argparse
@@ -26,7 +26,7 @@ print(json.dumps([time.perf_counter() - wall, time.process_time() - cpu]))
 
 
 def seconds_of(statement: str) -> tuple[float, float]:
-    """Return the seconds and the CPU seconds of a statement in a fresh process."""
+    """Return the wall time and the CPU time of a statement in a new process, in seconds."""
     command = [sys.executable, "-c", PROGRAM.format(statement=statement)]
     wall, cpu = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
     return wall, cpu

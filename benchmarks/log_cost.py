@@ -1,10 +1,10 @@
-"""CPU time of a logged value: steps that log many values, less steps that log none.
+"""CPU time per logged value: the time of steps that log many values minus that of steps that log none.
 
 Run: python -m benchmarks.log_cost [--values 100] [--blocks 600]
 
 The hand-written baseline is `store[name].append(value)`, with tensors detached. Values are numbers, tensors, or tensors
-with a graph, logged per step, per epoch, or both. All ways alternate in one run, in blocks of 50 steps with the logging
-point that ends it, so that other load affects all alike; reported is the tenth percentile over blocks.
+with a graph, logged per step, per epoch, or both. All variants alternate in one run, in blocks of 50 steps that end
+with a logging point, so that other load affects all of them equally. The results are the tenth percentile over blocks.
 """
 
 import argparse
@@ -27,7 +27,7 @@ WAYS = ("none", "by hand", "log_dict", "log_dict, epoch", "log_dict, both", "log
 
 
 class Logs(lg.Task):
-    """A small step that logs `values` values of one kind in one way."""
+    """A small step that logs `values` values of one kind, all in the same way."""
 
     def __init__(self, values: int) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Logs(lg.Task):
         self.times: dict[tuple[str, str], list[float]] = defaultdict(list)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        """Return the loss; log it under many names."""
+        """Return the loss, and log it under many names."""
         loss = self.model(batch[0]).square().mean()
         value: Any = 1.5 if self.kind == "number" else loss.detach() if self.kind == "tensor" else loss
         values = dict.fromkeys(self.names, value)
@@ -72,7 +72,7 @@ class Logs(lg.Task):
 
 
 def measure(values: int, blocks: int) -> dict[tuple[str, str], float]:
-    """Return the microseconds of a step for each way and kind."""
+    """Return the microseconds per step for each way of logging and kind of value."""
     task, steps = Logs(values), blocks * BLOCK
     quiet: dict[str, Any] = dict.fromkeys(
         ("enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False

@@ -1,9 +1,9 @@
-"""Bytes of weights, gradients and optimizer state that a process holds between steps, by strategy.
+"""Bytes of weights, gradients and optimizer state that each process holds between steps, by strategy.
 
 Run: python -m benchmarks.memory [--processes 4] [--steps 6]
-The model is the character GPT of examples/characters.py with AdamW. Counted are the bytes of this process's own shards,
-from tensor sizes, as the maximum over processes; not the memory of the process, in which a few MiB of weights would not
-show. The step time is the median on this machine's CPU, with all processes sharing its cores.
+The model is the character GPT of examples/characters.py with AdamW. The result is the size of a process's own shards,
+computed from tensor sizes, as the maximum over processes. It is not the memory use of the process, where a few MiB of
+weights would not be visible. The step time is the median on this machine's CPU, whose cores all processes share.
 """
 
 import argparse
@@ -34,13 +34,13 @@ LAYOUTS = {
 
 
 def local_bytes(tensors):
-    """Return the bytes of the tensors that this rank holds."""
-    shards = map(local_part, tensors)  # a tensor of another pipeline stage is stored as one element
+    """Return the size in bytes of the tensors that this rank holds."""
+    shards = map(local_part, tensors)  # a tensor that belongs to another pipeline stage is stored as one element
     return sum(min(shard.nbytes, shard.untyped_storage().nbytes()) for shard in shards)
 
 
 class Counts(lg.Callback):
-    """Counts the bytes of this process after each step."""
+    """Counts this process's bytes after each step."""
 
     def __init__(self) -> None:
         self.bytes = (0, 0, 0)
@@ -56,7 +56,7 @@ class Counts(lg.Callback):
 
 
 def measure(strategy, processes: int, steps: int) -> tuple[list[int], float]:
-    """Return the largest number of bytes of each kind in any process, and the seconds of a step."""
+    """Return the largest number of bytes of each kind in any process, and the seconds per step."""
     counts = Counts()
     windows = torch.randint(0, len(ALPHABET), (16 * steps, 65), generator=torch.Generator().manual_seed(1))
     options = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)

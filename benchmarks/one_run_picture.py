@@ -1,10 +1,10 @@
-"""Draws docs/one-run.svg: the loss of a run on 1, 2 and 4 processes, and of one killed and resized three times.
+"""Draws docs/one-run.svg: the loss of a run on 1, 2 and 4 processes, and of a run killed and resized three times.
 
 Run: python -m benchmarks.one_run_picture [--out docs/one-run.svg]
 
-The task is the digits with `reproducible: bitwise` and eight replicas. Every logged value and the final weights of all
-runs must be equal to the last bit, or the program fails. The lower panel shows how far the same training drifts from
-one process's with `reproducible: order`, where only the order of additions differs.
+The task is Digits with `reproducible: bitwise` and eight replicas. The program fails unless all runs have bitwise
+identical logged values and final weights. The lower panel shows how far the same training run drifts from the run on
+one process under `reproducible: order`, where only the order of additions differs.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from legato.tasks.digits import Digits, DigitsData
 
 REPLICAS, EPOCHS, SAVE_EVERY = 8, 10, 7
 BREAKS = [(4, 20), (2, 38), (3, 54), (1, None)]
-"""Processes of each part of the interrupted run, and the step at which one of them is killed."""
+"""Number of processes in each part of the interrupted run, and the step at which one of them is killed."""
 
 
 class Killer(lg.Callback):
@@ -73,7 +73,7 @@ def run(root: Path, processes: int, reproducible: str, kill_at: int | None = Non
 
 
 def run_broken(root: Path) -> Outcome:
-    """Train on 4, 2, 3 processes and finally 1, killed in between."""
+    """Train on 4, 2, 3 and finally 1 process, with a kill before each change."""
     for processes, kill_at in BREAKS:
         try:
             return run(root, processes, "bitwise", kill_at)
@@ -85,20 +85,20 @@ def run_broken(root: Path) -> Outcome:
 # --- the picture ----------------------------------------------------------------------------------------------------
 WIDTH, HEIGHT, LEFT, RIGHT = 860, 520, 74, 840
 TOP, MIDDLE, LOW, BOTTOM = 46, 320, 362, 480
-"""Top and bottom of the upper and the lower panel."""
+"""Top and bottom of each panel."""
 INK, GRID, BROKEN = "#222", "#ddd", "#e6550d"
 STYLES = [("#9ecae1", 9.0, ""), ("#4292c6", 5.5, ""), ("#08519c", 2.5, ""), (BROKEN, 1.6, "5 4")]
-"""Colour, width and dashes of 1, 2, 4 processes and of the interrupted run; each leaves wider lines below visible."""
+"""Color, width and dashes for 1, 2 and 4 processes and the interrupted run. Wider lines below stay visible."""
 NAMES = ["1 process", "2 processes", "4 processes", "4, killed, 2, killed, 3, killed, 1"]
 DRIFTS = [("#74a876", "2 processes"), ("#9e6fb5", "4 processes")]
 SMALLEST, LARGEST = 1e-9, 1.0
-"""Lower end of the lower panel's scale."""
+"""Ends of the lower panel's scale."""
 
 Points = list[tuple[float, float]]
 
 
 def picture(losses: Sequence[float], drifts: Sequence[Sequence[float]]) -> str:
-    """Return the SVG for the common losses and the drifts of runs in `order`."""
+    """Return the SVG for the shared losses and for the drift of runs under `order`."""
 
     def across(step: float) -> float:
         return LEFT + (RIGHT - LEFT) * step / len(losses)
@@ -127,7 +127,7 @@ def upper(losses: Sequence[float], across: Callable[[float], float]) -> list[str
 
 
 def breaks(across: Callable[[float], float]) -> list[str]:
-    """Return marks where the interrupted run was killed, with shaded repeated steps."""
+    """Return marks where the interrupted run was killed. Repeated steps are shaded."""
     parts = []
     for (processes, kill_at), (after, _) in itertools.pairwise(BREAKS):
         assert kill_at is not None
@@ -139,7 +139,7 @@ def breaks(across: Callable[[float], float]) -> list[str]:
 
 
 def lower(drifts: Sequence[Sequence[float]], across: Callable[[float], float]) -> list[str]:
-    """Return the panel of distances from the run in one process."""
+    """Return the panel of distances from the run on one process."""
 
     def up(drift: float) -> float:
         share = math.log(max(drift, SMALLEST) / SMALLEST) / math.log(LARGEST / SMALLEST)

@@ -2,8 +2,8 @@
 
     python -m benchmarks.peer_behavior [NAME ...]
 
-Needs lightning, accelerate and transformers; a package that is not installed is skipped. Each side of a case runs in
-its own processes. docs/comparison.md shows the results. The exit code is the number of wrong results of Legato.
+Requires lightning, accelerate and transformers. A package that is not installed is skipped. Each side of a case runs in
+its own processes. docs/comparison.md shows the results. The exit code is the number of wrong results from Legato.
 """
 
 import argparse
@@ -23,13 +23,13 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 LIMIT = 60
-"""Seconds after which a side counts as hung."""
+"""Seconds after which a side is considered hung."""
 SAMPLES, BATCH, WINDOW = 10, 2, 4
-"""Samples of a data set, samples of a batch, and batches of an accumulation window."""
+"""Samples per dataset, samples per batch, and batches per accumulation window."""
 
 
 class Numbers(Dataset[torch.Tensor]):
-    """Sample i is the number i."""
+    """A dataset whose sample i is the number i."""
 
     def __len__(self) -> int:
         return SAMPLES
@@ -39,7 +39,7 @@ class Numbers(Dataset[torch.Tensor]):
 
 
 class Shares(IterableDataset[torch.Tensor]):
-    """Four samples on rank 0, eight on rank 1."""
+    """A stream with four samples on rank 0 and eight on rank 1."""
 
     def __iter__(self) -> Any:
         rank = int(os.environ["RANK"])
@@ -47,7 +47,7 @@ class Shares(IterableDataset[torch.Tensor]):
 
 
 def task_of(base: Any, folder: Path, case: str) -> Any:
-    """Return a task of the library whose class of tasks is `base`."""
+    """Return a task for the library whose task class is `base`."""
 
     class Scale(base):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -193,7 +193,7 @@ PROCESSES = {"evaluation": 3, "names": 2, "shares": 2}
 
 
 def run(case: str, side: str) -> str:
-    """Run a side of a case in its own processes and return a sentence."""
+    """Run one side of a case in its own processes, and return a sentence with the result."""
     with tempfile.TemporaryDirectory() as name:
         folder, count = Path(name), PROCESSES.get(case, 1)
         launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)) if count > 1 else ()
@@ -223,7 +223,7 @@ def wait_for(path: Path) -> None:
 
 
 def describe(case: str, folder: Path, code: int) -> str:
-    """Return what a side did."""
+    """Return a description of what a side did."""
     if case == "signal":
         kinds = [*folder.rglob("manifest.json"), *folder.rglob("*.ckpt")]
         return f"exit code {code}, {len(kinds) or 'no'} checkpoint"
@@ -237,7 +237,7 @@ def describe(case: str, folder: Path, code: int) -> str:
 
 
 def main() -> int:
-    """Return the number of wrong results of Legato."""
+    """Run the cases, and return the number of wrong results from Legato."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", choices=[*CASES, []], help=", ".join(CASES))
     parser.add_argument("--side", choices=[*SIDES], help=argparse.SUPPRESS)

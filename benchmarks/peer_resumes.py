@@ -1,8 +1,8 @@
-"""Interrupts and resumes an epoch in a peer and in Legato, and counts the samples read twice or never.
+"""Interrupts and resumes an epoch in a peer and in Legato, and counts the samples that are read twice or never.
 
     python -m benchmarks.peer_resumes [NAME ...]
 
-Needs lightning, accelerate, transformers, torchdata and datasets; a case whose package is not installed is skipped.
+Requires lightning, accelerate, transformers, torchdata and datasets. Cases whose package is not installed are skipped.
 Each side of a case runs in its own process and records the samples that it reads before and after the interruption.
 docs/comparison.md shows the results. The exit code is the number of cases in which Legato does not read each sample
 exactly once.
@@ -23,12 +23,12 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 SAMPLES, BATCH, BREAK = 64, 4, 3
-"""Samples of an epoch, samples of a batch, and the number of batches before the interruption."""
+"""Samples per epoch, samples per batch, and number of batches before the interruption."""
 SEED = 7
 
 
 class Numbers(Dataset[torch.Tensor]):
-    """Sample i is the number i."""
+    """A dataset whose sample i is the number i."""
 
     def __len__(self) -> int:
         return SAMPLES
@@ -61,7 +61,7 @@ class Cursor:
 
 
 def hub_stream() -> Any:
-    """Return a stream of `datasets` with eight shards in torch's DataLoader."""
+    """Return a DataLoader for a `datasets` stream with eight shards."""
     from datasets import Dataset as Table
 
     rows = Table.from_dict({"number": [float(number) for number in range(SAMPLES)]}).to_iterable_dataset(num_shards=8)
@@ -69,13 +69,13 @@ def hub_stream() -> Any:
 
 
 def write(folder: Path, phase: str, rank: int, epoch: int, batch: torch.Tensor) -> None:
-    """Append the samples of a batch to the record of a rank."""
+    """Append the samples of a batch to a rank's record."""
     with (folder / f"{phase}-{rank}").open("a") as file:
         file.writelines(f"{epoch} {int(number)}\n" for number in batch.flatten())
 
 
 def task_of(base: Any, folder: Path, phase: str) -> Any:
-    """Return a task that records its samples, of the library whose class of tasks is `base`."""
+    """Return a task that records its samples, for the library whose task class is `base`."""
 
     class Reads(base):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -96,7 +96,7 @@ def task_of(base: Any, folder: Path, phase: str) -> Any:
 def with_legato(
     folder: Path, loader: Callable[[], Any], epochs: int = 0, batches: int = BREAK, devices: int = 1
 ) -> None:
-    """Train for `epochs` epochs and `batches` batches, and finish the epoch in a new trainer."""
+    """Train for `epochs` epochs and `batches` batches, then finish the epoch in a new trainer."""
     import legato as lg
 
     def fit(phase: str, resume: Path | None, **limit: int) -> None:
@@ -118,7 +118,7 @@ def with_lightning(folder: Path, loader: Callable[[], Any], epochs: int = 0, bat
     def fit(phase: str, resume: Path | None, **limit: int) -> None:
         pl.seed_everything(SEED, verbose=False)
         quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-        # saved within the step, as in a job that is killed later: after `fit` Lightning counts the epoch as done
+        # saved within the step, as in a job that is killed later; after `fit`, Lightning counts the epoch as complete
         keeps = ModelCheckpoint(folder, "kept", every_n_train_steps=steps)
         trainer = pl.Trainer(
             accelerator="cpu", devices=1, strategy="ddp", callbacks=[keeps], default_root_dir=folder, **quiet, **limit
@@ -154,7 +154,7 @@ def with_accelerate(folder: Path, loader: Callable[[], Any], epochs: int = 0, **
 
 
 def with_transformers(folder: Path) -> None:
-    """Do the same in transformers.Trainer, within the first epoch."""
+    """Do the same in transformers.Trainer, but within the first epoch."""
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     class Reads(torch.nn.Module):
@@ -182,7 +182,7 @@ def with_transformers(folder: Path) -> None:
 
 
 def shuffled(**options: Any) -> Callable[[], Any]:
-    """Return a function that creates a loader of shuffled numbers."""
+    """Return a function that creates a loader for shuffled numbers."""
     return lambda: DataLoader(Numbers(), batch_size=BATCH, shuffle=True, **options)
 
 
@@ -245,7 +245,7 @@ def samples_of(folder: Path, phase: str) -> dict[int, list[int]]:
 
 
 def verdict(folder: Path) -> tuple[bool, str]:
-    """Return whether each sample of the interrupted epoch was read once, in the epoch's order, and a sentence."""
+    """Return whether each sample in the interrupted epoch was read once and in order, and a sentence about it."""
     before, after = samples_of(folder, "before"), samples_of(folder, "after")
     last = max(after or before)
     counts = Counter([*before.get(last, []), *after.get(last, [])])
@@ -258,7 +258,7 @@ def verdict(folder: Path) -> tuple[bool, str]:
 
 
 def run(name: str, side: str) -> tuple[bool, str]:
-    """Run a side of a case in its own processes."""
+    """Run one side of a case in its own processes."""
     with tempfile.TemporaryDirectory() as folder:
         begin = TWO_PROCESSES if side == "peer" and CASES[name][1] == "accelerate" else ()
         command = [sys.executable, *begin, "-m", "benchmarks.peer_resumes", name, "--side", side, "--folder", folder]
@@ -270,7 +270,7 @@ def run(name: str, side: str) -> tuple[bool, str]:
 
 
 def main() -> int:
-    """Return the number of wrong results of Legato."""
+    """Run the cases, and return the number of wrong results from Legato."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", choices=[*CASES, []], help=", ".join(CASES))
     parser.add_argument("--side", choices=["peer", "legato"], help=argparse.SUPPRESS)

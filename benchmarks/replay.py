@@ -1,4 +1,4 @@
-"""Measures the time of a replay of a run with ten checkpoints, and the cost of a step that Microscope watches.
+"""Measures the time needed to replay a run with ten checkpoints, and the cost of a step that Microscope observes.
 
 Run: python -m benchmarks.replay [--steps 1500] [--rounds 2]
 """
@@ -63,14 +63,14 @@ def legato(*words: str) -> tuple[float, float]:
 
 
 def replays(steps: int, rounds: int) -> None:
-    """Print the seconds of a replay of all steps."""
+    """Print the time in seconds needed to replay all steps."""
     replay = "replay", "runs/default/version_0", "step=1", f"until={steps}"
     walls, processors = zip(*(legato(*replay) for _ in range(rounds)), strict=True)
     print(f"replay of {steps} steps: {min(walls):.1f} s, {min(processors):.1f} s of CPU time")
 
 
 class Steps(lg.Task):
-    """A step of 300,000 parameters."""
+    """A step of a 300,000-parameter model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class Steps(lg.Task):
 
 
 def looks(steps: int, rounds: int) -> None:
-    """Print the CPU time of a step with Microscope, also relative to one without."""
+    """Print the CPU time of a step with Microscope, and its ratio to that of a step without it."""
     loader = DataLoader(TensorDataset(torch.randn(steps * 64, 64), torch.arange(steps * 64) % 10), 64)
     quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
     times: dict[int, list[float]] = {}

@@ -1,12 +1,12 @@
-"""Compares two versions of the code bit for bit: trains configs and computes a digest of each result.
+"""Compares two versions of the code bitwise: trains configs and computes a digest of each result.
 
     python -m benchmarks.same_results before.json --keep FOLDER      train, write the digests, keep the checkpoints
     python -m benchmarks.same_results after.json --against before.json --take FOLDER
-                                                                     the same in another version; prints differences
+                                                                     do the same in another version, print differences
 
-Digests cover the final weights, the optimizer's state, each logged series and the names of checkpoints. With `--take`
-each run is also resumed from the other version's checkpoint of its middle. The exit code is the number of configs that
-differ. Only public names are used, so that one file runs in both versions.
+Digests cover the final weights, the optimizer states, each logged series and the checkpoint names. With `--take`, each
+run is also resumed from the checkpoint that the other version saved in the middle of the run. The exit code is the
+number of configs that differ. This file uses only public names, so that it runs in both versions.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import legato as lg
 
 STEPS = 6
-"""Step of the checkpoint from which the other version resumes."""
+"""Step of the checkpoint that the other version resumes from."""
 
 
 class Layer(nn.Module):
@@ -116,7 +116,7 @@ class Manual(Blocks):
 
 
 class LineSearch(Blocks):
-    """A task whose optimizer evaluates the loss several times a step."""
+    """A task whose optimizer evaluates the loss several times per step."""
 
     def __init__(self) -> None:
         super().__init__(layers=1)
@@ -126,7 +126,7 @@ class LineSearch(Blocks):
 
 
 class Stream(IterableDataset[Any]):
-    """An iterable dataset without length."""
+    """An iterable dataset without a length."""
 
     def __init__(self, data: TensorDataset) -> None:
         self.data = data
@@ -180,7 +180,7 @@ CONFIGS: dict[str, tuple[Callable[[], lg.Task], Callable[[], Any], dict[str, Any
 
 
 def digest(values: Any) -> str:
-    """Return a digest of nested values and tensors, exact to the bit."""
+    """Return a digest of the exact bits of nested values and tensors."""
     hashed = hashlib.sha256()
 
     def add(value: Any) -> None:
@@ -209,7 +209,7 @@ def logged_values(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def tensors_of(folder: Path) -> list[str]:
-    """Return a digest of each tensor in a checkpoint's files; their names there differ between versions."""
+    """Return a digest of each tensor in a checkpoint's files. The tensors' names differ between versions."""
     from safetensors.torch import load_file
 
     files = sorted(folder.glob("*.safetensors"))
@@ -217,7 +217,7 @@ def tensors_of(folder: Path) -> list[str]:
 
 
 def train(name: str, root: Path, resume: Path | None = None) -> dict[str, str]:
-    """Train one config and return the digests of its results."""
+    """Train a config, and return the digests of its results."""
     make, data, options = CONFIGS[name]
     checkpoint = lg.callbacks.Checkpoint(every_n_train_steps=STEPS, save_top_k=-1)
     trainer = lg.Trainer(
@@ -249,7 +249,7 @@ def train(name: str, root: Path, resume: Path | None = None) -> dict[str, str]:
 
 
 def main() -> int:
-    """Return the number of configs that differ."""
+    """Run the command, and return the number of configs that differ."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--against", type=Path, help="the digests of another version")

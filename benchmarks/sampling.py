@@ -1,4 +1,4 @@
-"""Cost of the order of samples and of keyed random numbers: starting an epoch, an index, a seeding.
+"""Cost of the sample order and of keyed random numbers: starting an epoch, computing an index, and seeding.
 
 Run: python benchmarks/sampling.py
 """
@@ -34,7 +34,7 @@ class Numbers:
 
 
 def best_seconds(call: Callable[[], object], calls: int, rounds: int = 7) -> float:
-    """Return the seconds of one call: the minimum over rounds, since other load only adds time."""
+    """Return the duration of a call in seconds: the minimum over rounds, since other load only adds time."""
     seconds = []
     for _ in range(rounds):
         start = time.perf_counter()
@@ -54,7 +54,7 @@ def peak_bytes(call: Callable[[], object]) -> int:
 
 
 def first_batch(length: int, start_step: int = 0) -> list[int]:
-    """Start an epoch with a key that is in no cache."""
+    """Start an epoch with a key that is not in any cache."""
     key = epoch_key(time.perf_counter_ns(), 0)
     deal = Deal(length, BATCH, replicas=8, accumulate=1)
     order = partial(permutation, length=length, key=key)
@@ -74,7 +74,7 @@ def report_start() -> None:
     print_start("legato, 10^12 samples", seconds, peak)
     print_start("legato, 10^12 samples, resumed at step 10^8", best_seconds(middle, 20), peak_bytes(middle))
     peer = partial(distributed_first_batch, MILLION)
-    # The peak is that of the lists of Python integers; tracemalloc does not see the tensor they were made from.
+    # The peak covers the lists of Python integers. tracemalloc does not see the tensor that they were created from.
     peer_seconds, peer_peak = best_seconds(peer, 1, rounds=3), peak_bytes(peer)
     print_start("DistributedSampler, 10^6 samples, 1 of 8 ranks", peer_seconds, peer_peak)
     peer_seconds, peer_peak = peer_seconds * MILLION, peer_peak * MILLION

@@ -1,15 +1,15 @@
-"""Costs that grow with the number of processes: seconds for 2 to 64, and what each process sends among 1,024.
+"""Costs that grow with the number of processes: seconds for 2 to 64, and the data sent by each of 1,024 processes.
 
 Run: python -m benchmarks.scale [--processes 2 4 8 16 32 64] [--kill] [--plot docs/images/scale.svg]
      python -m benchmarks.scale --simulate 1024 [--parameters 124000000] [--values 20]
 
-The first form trains a tiny task under ddp on this machine. The start is the time from the call of fit to the end of
-the first step; a step, a logging point, an agreement on stopping and a save are each timed on rank 0 between
-two barriers, medians. With --kill an elastic run follows, one of whose processes is killed.
+The first form trains a tiny task under ddp on this machine. The startup time is measured from the call of fit to the
+end of the first step. A step, a logging point, an agreement on stopping and a save are each timed on rank 0 between two
+barriers, and the results are medians. With --kill, an elastic run follows, and one of its processes is killed.
 
-The second form runs the same code in one process, in a group whose other ranks answer as this one would (`Recorded`),
-and prints the number of collectives and their input bytes. The number of messages follows from gloo's
-algorithms: a ring for all_reduce and all_gather, a binomial tree for broadcast.
+The second form runs the same code in one process, in a group whose other ranks send the same data as this one
+(`Recorded`), and prints the number of collectives and their input bytes. The number of messages follows from gloo's
+algorithms: a ring for all_reduce and all_gather, and a binomial tree for broadcast.
 """
 
 import argparse
@@ -47,7 +47,7 @@ class Vectors(Dataset[Tensor]):
 
 
 class Tiny(lg.Task):
-    """Twelve parallel layers; logs a number of values in each step."""
+    """Twelve parallel layers. Logs several values in each step."""
 
     def __init__(self, values: int = 1, parameters: int = 96) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class Parts(lg.Callback):
 
 
 def measure(processes: int, rounds: int) -> list[float]:
-    """Return the seconds of `PARTS` in a run on this number of processes."""
+    """Return the seconds that each of `PARTS` takes in a run on this number of processes."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         trainer = make_trainer(
@@ -127,7 +127,7 @@ class KillOnce(lg.Callback):
 
 
 def kill_one(processes: int, folder: Path, rounds: int = 8) -> tuple[float, list[int]]:
-    """Kill a process of an elastic run; return the seconds to the next step, and the sizes of the successive groups."""
+    """Kill a process in an elastic run. Return the seconds until the next step, and the successive group sizes."""
     strategy = {"name": "ddp", "elastic": True}
     options: dict[str, Any] = {"replicas": processes, "max_restarts": 0, "callbacks": [KillOnce(folder)]}
     trainer = make_trainer(folder, rounds, devices=processes, strategy=strategy, log_every_n_steps=2, **options)
@@ -147,11 +147,11 @@ def make_trainer(folder: Path, steps: int, **options: Any) -> lg.Trainer:
 
 # --- one process with simulated peers ---------------------------------------------------------------------------------
 class Recorded(dist.ProcessGroup):
-    """A group whose other ranks send the same as this one; counts collectives and their bytes by phase of the run."""
+    """A group whose other ranks send the same data as this one. Counts collectives and their bytes in each phase."""
 
     phase = "start"
     counts: ClassVar[Counter[tuple[str, str]]] = Counter()
-    """Number of collectives by (phase of the run, operation)."""
+    """Number of collectives, keyed by (phase of the run, operation)."""
     sizes: ClassVar[Counter[tuple[str, str]]] = Counter()
     """Input bytes of these collectives on this rank."""
 
@@ -185,7 +185,7 @@ class Recorded(dist.ProcessGroup):
         return self._done("all_gather", inputs, outputs)
 
     def all_gather_single(self, output: Tensor, input: Tensor, options: Any = None) -> Any:
-        """Gather into one tensor, as torch 2.15 does for objects."""
+        """Gather into a single tensor, as torch 2.15 does for objects."""
         output.view(self.ranks, -1).copy_(input.reshape(1, -1).expand(self.ranks, -1))
         return self._done("all_gather", [input], [output])
 
@@ -211,7 +211,7 @@ class _Done(dist.Work):
 
 
 class Phases(lg.Callback):
-    """Sets the phase, and runs a logging point, an agreement and a save after the third step."""
+    """Sets the phase. After the third step, runs a logging point, an agreement and a save."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -234,7 +234,7 @@ class Phases(lg.Callback):
 
 @contextmanager
 def during(name: str) -> Iterator[None]:
-    """Count collectives under the name of a phase."""
+    """Within this context, count collectives under the name of a phase."""
     before, Recorded.phase = Recorded.phase, name
     try:
         yield
@@ -266,10 +266,10 @@ def simulate(processes: int, parameters: int, values: int) -> dict[str, dict[str
 
 
 def messages(operation: str, count: int, size: int, ranks: int) -> tuple[int, float]:
-    """Return how many messages a rank sends for these collectives, and how many bytes.
+    """Return the number of messages and bytes that a rank sends for these collectives.
 
-    By gloo's algorithms: all_reduce is a ring's reduce-scatter and all-gather, all_gather a ring, broadcast a binomial
-    tree, in which rank 0 sends the most (that is returned).
+    In gloo, all_reduce is a reduce-scatter followed by an all-gather on a ring, all_gather uses a ring, and broadcast
+    uses a binomial tree. Rank 0 sends the most in this tree, so the result is for rank 0.
     """
     if operation == "all_reduce":
         return 2 * (ranks - 1) * count, 2 * size * (ranks - 1) / ranks
@@ -281,7 +281,7 @@ def messages(operation: str, count: int, size: int, ranks: int) -> tuple[int, fl
 
 # --- output ----------------------------------------------------------------------------------------------------------
 def draw(path: Path, rows: dict[int, list[float]]) -> None:
-    """Draw seconds over processes, both logarithmic."""
+    """Plot seconds against processes, on logarithmic axes."""
     import matplotlib as mpl
 
     mpl.use("svg")
@@ -298,7 +298,7 @@ def draw(path: Path, rows: dict[int, list[float]]) -> None:
 
 
 def print_simulation(ranks: int, parameters: int, values: int) -> None:
-    """Print a row for each phase of a run and operation."""
+    """Print a row for each phase of a run and each operation."""
     print(f"{ranks} processes, {parameters:,} parameters, {values} logged values; per process")
     print(f"{'part':12}{'operation':12}{'calls':>7}{'input bytes':>14}{'messages':>10}{'bytes sent':>14}")
     for phase, operations in simulate(ranks, parameters, values).items():

@@ -1,7 +1,7 @@
-"""Twenty thousand short steps on two processes, to detect growth of memory, files, threads or step time.
+"""Twenty thousand short steps on two processes, to detect growth in memory, files, threads or step time.
 
-The run logs, validates, saves every 100 steps and restarts loader workers each epoch. Reported are values at the
-beginning and the end for each process, and the curve in between as JSON lines.
+The run logs, validates, saves every 100 steps, and restarts loader workers in each epoch. The benchmark reports the
+values at the beginning and at the end for each process, and the curve in between as JSON lines.
 
 Run: python -m benchmarks.soak [--steps 20000] [--curve FILE]
 """
@@ -66,7 +66,7 @@ class Watch(lg.Callback):
 
 
 def run(steps: int, folder: Path) -> dict[int, list[dict[str, float]]]:
-    """Train, and return each rank's curve."""
+    """Train, and return the curve of each rank."""
     samples = torch.utils.data.TensorDataset(torch.randn(SAMPLES, 16))
     trainer = lg.Trainer(
         max_steps=steps,

@@ -1,7 +1,8 @@
-"""Time to start two processes, from the call to the end of their first all_reduce, against torch's own spawn.
+"""Time to start two processes, from the call to the end of their first all_reduce, compared with torch's spawn.
 
-Also for `Trainer.fit`: from the call to the end of its first optimizer step; and for `legato fit`: from the command to
-the end of its first step, in turn with `python -c "import torch"`, which no program that trains can do without.
+The benchmark also measures `Trainer.fit`, from the call to the end of its first optimizer step, and `legato fit`, from
+the command to the end of its first step. The command takes turns with `python -c "import torch"`, which every training
+program has to run.
 
 Run: python benchmarks/start.py [--rounds 5] [--only command]
 """
@@ -42,7 +43,7 @@ def by_legato() -> None:
 
 
 def by_fit(folder: Path) -> float:
-    """Train for one step on two processes; return the time of its end."""
+    """Train for one step on two processes, and return the time when it ends."""
     import torch
 
     import legato as lg
@@ -60,7 +61,7 @@ def by_fit(folder: Path) -> float:
 
         def on_train_batch_end(self, outputs: object, batch: object, batch_idx: int) -> None:
             if self.global_rank == 0:
-                (folder / "done").write_text(str(time.perf_counter()))  # CLOCK_MONOTONIC: the same in every process
+                (folder / "done").write_text(str(time.perf_counter()))  # CLOCK_MONOTONIC is the same in every process
 
     loader = torch.utils.data.DataLoader(torch.zeros(8, 4), batch_size=4)
     trainer = lg.Trainer(
@@ -106,7 +107,7 @@ trainer: {strategy: ddp, devices: 2, max_steps: 1, accelerator: cpu}
 
 
 def by_command(rounds: int) -> None:
-    """Print the time from `legato fit` to the end of the first step, and how much more that is than torch's import."""
+    """Print the time from `legato fit` to the end of the first step, and how much longer it is than torch's import."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
     rows: list[list[float]] = []
     with tempfile.TemporaryDirectory() as name:
@@ -121,7 +122,7 @@ def by_command(rounds: int) -> None:
             subprocess.run(command, env=environment, cwd=folder, capture_output=True, check=True)
             ended, *cpu = json.loads((folder / "done").read_text())
             rows.append([torch_took, ended - start, ended - start - torch_took, *cpu])
-    rows = rows[1:]  # the first one writes byte code
+    rows = rows[1:]  # the first run writes bytecode
     print(f"\n{'legato fit, 2 processes, cold':<36}{'median':>8}{'least':>8}")
     names = ("python -c 'import torch'", "command to the end of the first step", "... beyond import torch")
     for title, column in zip(
@@ -131,11 +132,11 @@ def by_command(rounds: int) -> None:
 
 
 def measure(kind: str) -> list[float]:
-    """Return the seconds of a fresh process's first start and of its next one."""
+    """Return the seconds that the first and second start in a new process take."""
     from legato.trainer.processes.launch import run_workers, warm_up
 
     if kind == "early":
-        warm_up()  # as the command line does it, before it reads the config
+        warm_up()  # the command line does this before it reads the config
     import torch
     from torch import multiprocessing
 
@@ -156,7 +157,7 @@ def measure(kind: str) -> list[float]:
 
 
 def by_call(rounds: int) -> None:
-    """Measure each way in fresh processes, in turn, and print medians and ratios to spawn."""
+    """Measure the ways to start in turn, each in new processes, and print medians and ratios to spawn."""
     taken: dict[str, list[list[float]]] = {"spawn": [], "cold": [], "early": [], "fit": []}
     for _ in range(rounds):
         for kind, seconds_of in taken.items():

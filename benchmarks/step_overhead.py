@@ -1,16 +1,17 @@
-"""CPU time of a training step beyond a hand-written loop, for Legato and for installed peers.
+"""CPU time that a training step takes beyond a hand-written loop, for Legato and for installed peers.
 
 Run: python -m benchmarks.step_overhead [--modes bare,usual,map] [--steps 2000] [--rounds 3] [--only raw,legato,...]
 
-Every contestant trains the same small MLP on the same batches, in its own process. They take turns of 50 steps (A B C,
-A B C, ...), while the others wait, so that other load and the clock of the machine affect all alike. Measured is the
-CPU time of the process in a turn, without its first steps, which find cold caches. A turn is compared with the turns of
-the hand-written loop right before and after it. Shown are the medians of a step's time and of these ratios, over all
-rounds without the first turns; "raw, again" is a second hand-written loop: the noise.
+Every contestant trains the same small MLP on the same batches in its own process. They take turns of 50 steps (A B C, A
+B C, ...) while the others wait, so that other load and changes in clock speed affect all of them equally. The benchmark
+measures the CPU time of the process during a turn, excluding its first steps, when caches are cold. Each turn is
+compared with the turns of the hand-written loop right before and after it. The results are the medians of the step
+times and of these ratios over all rounds, excluding the first turns. "raw, again" is a second hand-written loop, which
+shows the noise.
 
-bare: nothing attached, batches from a stream. map: the same from a map-style DataLoader, shuffled and collated. usual:
-one loss logged per step, a progress bar (into a file), TensorBoard every 50 steps, and a checkpoint at the end where
-the framework has these.
+bare: nothing attached, batches from a stream. map: the same, but with shuffled and collated batches from a map-style
+DataLoader. usual: one loss logged per step, a progress bar (written to a file), TensorBoard every 50 steps, and a
+checkpoint at the end, as far as the framework supports these.
 
 "legato, off" is Legato with `reproducible: off`, without keyed random numbers, which no peer has.
 """
@@ -32,22 +33,22 @@ from pathlib import Path
 from typing import Any, TextIO
 
 BLOCK, COLD = 50, 10
-"""Steps of a turn, and the number of its first steps that are not measured."""
+"""Number of steps in a turn, and number of its first steps that are not measured."""
 FIRST = 5
-"""First turns of each contestant, which are not measured."""
+"""Number of initial turns of each contestant, which are not measured."""
 BATCH, BATCHES = 32, 64
 MODES = ("bare", "usual", "map")
 
 
 @dataclass
 class Job:
-    """The training of a contestant, and the clock that it calls after each step."""
+    """A contestant's training run, and the clock that it calls after each step."""
 
     mode: str
     steps: int
     folder: Path
     answers: TextIO
-    """Output for the seconds of each turn."""
+    """Stream that receives the seconds of each turn."""
     done: int = 0
     began: float = 0.0
 
@@ -62,7 +63,7 @@ class Job:
         self.inputs, self.targets = torch.randn(BATCHES, BATCH, 32), torch.randint(0, 10, (BATCHES, BATCH))
 
     def loader(self) -> Any:
-        """Return a loader of one epoch."""
+        """Return a loader for one epoch."""
         from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
         batches, steps = list(zip(self.inputs, self.targets, strict=True)), self.steps
@@ -93,7 +94,7 @@ class Job:
         return torch.optim.Adam(model.parameters(), 1e-3)
 
     def tick(self, *_: Any) -> None:
-        """Count a step; at the end of a turn, print its time and wait for the next turn."""
+        """Count a step. At the end of a turn, print its time and wait for the next turn."""
         self.done += 1
         if self.done % BLOCK == COLD:
             self.began = time.process_time()
@@ -271,7 +272,7 @@ CONTESTANTS: dict[str, tuple[Callable[[Job], None], str, tuple[str, ...]]] = {
 
 # --- the comparison ---------------------------------------------------------------------------------------------------
 def measure(names: list[str], mode: str, steps: int) -> dict[str, list[float]]:
-    """Run contestants in turn, each in its own process; return the seconds of each turn."""
+    """Run the contestants in turn, each in its own process, and return the duration of each turn in seconds."""
     environment, taken = os.environ | {"OMP_NUM_THREADS": "1"}, {name: list[float]() for name in names}
     with ExitStack() as opened:
         errors = {name: opened.enter_context(tempfile.TemporaryFile("w+")) for name in names}
@@ -298,12 +299,12 @@ def measure(names: list[str], mode: str, steps: int) -> dict[str, list[float]]:
 
 
 def compare(mode: str, names: list[str], steps: int, rounds: int) -> None:
-    """Print the table of one mode."""
+    """Print the table for a mode."""
     names = [name for name in names if mode in CONTESTANTS[name][2]]
     seconds: dict[str, list[float]] = {name: [] for name in names}
     ratios: dict[str, list[float]] = {name: [] for name in names}
     for number in range(rounds):
-        # reversed in every second round, since a contestant finds the caches of its predecessor
+        # reversed in every second round, since a contestant starts with its predecessor's caches
         peers = names[1:] if number % 2 == 0 else names[:0:-1]
         taken = measure([names[0], *peers], mode, steps)
         for name, turns in taken.items():
@@ -333,7 +334,7 @@ def main() -> None:
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
-        # output of a framework must not be read as an answer
+        # a framework's output must not be read as an answer
         with tempfile.TemporaryDirectory() as folder, os.fdopen(os.dup(1), "w") as answers:
             os.dup2(2, 1)
             job = Job(options.modes, options.steps // BLOCK * BLOCK, Path(folder), answers)

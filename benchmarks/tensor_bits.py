@@ -1,11 +1,11 @@
-"""Cost of `tensor_shards`: a step in logical shards relative to one sharded by torch over the axis tensor.
+"""Cost of `tensor_shards`: a step with logical shards relative to one that torch shards along the tensor axis.
 
 Run: python -m benchmarks.tensor_bits [--processes 2] [--rounds 3] [--steps 6] [--clip]
 
-The same GPT of 25 million parameters trains on the same processes in turn: sharded over the axis tensor with
-`reproducible: order`, and with `bitwise` and one, two or four shards, if the number of processes divides them.
-With --clip gradients are clipped by their norm, for which `bitwise` gathers each of them. `wall` is the least time of a
-step; `CPU` is the median of the CPU time of all threads of process 0, which other load affects less.
+The same 25-million-parameter GPT is trained on the same processes in turn: sharded along the tensor axis with
+`reproducible: order`, and under `bitwise` with one, two or four shards, if that number is divisible by the number of
+processes. With --clip, gradients are clipped by their norm, for which `bitwise` gathers each gradient. `wall` is the
+minimum time of a step; `CPU` is the median CPU time of all threads in process 0, which is less affected by other load.
 """
 
 import argparse
@@ -26,7 +26,7 @@ SHARDS = (1, 2, 4)
 
 
 class Sliced(GPT):
-    """The same model, whose optimizer takes parameters one by one."""
+    """The same model with an optimizer that updates parameters one by one."""
 
     fused = False
 
@@ -53,7 +53,7 @@ def train(shards: int | None, processes: int, steps: int, clip: bool) -> Times:
 
 
 def compare(processes: int, rounds: int, steps: int, clip: bool) -> dict[int | None, Times]:
-    """Run the contestants in turn, in every process."""
+    """Run the contestants in turn in every process."""
     place = find_place()
     if place is not None and processes > 1:
         join_process_group(place, "gloo", timedelta(minutes=5))

@@ -1,10 +1,10 @@
-"""Runs a table of runs, compares each with its reference to the bit, and writes docs/exactness.md.
+"""Executes a table of runs, compares each run bitwise with its reference, and writes docs/exactness.md.
 
     python -m benchmarks.exact                  all rows, then docs/exactness.md (make exact)
-    python -m benchmarks.exact --only 17 20-30  some rows; results are stored in build/exact/
-    python -m benchmarks.exact --page           the page, from the stored results
+    python -m benchmarks.exact --only 17 20-30  only some rows; stores their results in build/exact/
+    python -m benchmarks.exact --page           only the page, from the stored results
 
-No value is pinned: each row compares two runs made on this machine. The exit code is 1 if a row is wrong or fails.
+No expected value is stored: each row compares two runs on this machine. The exit code is 1 if a row is wrong or fails.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from .rows import Row, table_rows
 
 ROOT = Path(__file__).parents[2]
 KEPT = ROOT / "build" / "exact"
-"""Results, one file per row, so that several commands can run at the same time."""
+"""Folder of the results, with one file per row, so that several commands can run at the same time."""
 STANDS = ("exact", "close", "refused")
 """Verdicts that do not fail the table."""
 launch.PRELOAD += ["torch.distributed.fsdp", "torch.distributed.pipelining", "torch.distributed.checkpoint"]
@@ -39,7 +39,7 @@ launch.PRELOAD += ["torch.distributed.optim", "torch._dynamo", "legato.trainer.s
 
 
 def code_hash() -> str:
-    """Return a hash of the code of the package and this benchmark, to detect outdated results."""
+    """Return a hash of the code in the package and this benchmark, to detect outdated results."""
     digest = hashlib.sha256(torch.__version__.encode())
     rooms = ("base", "callbacks", "loggers", "tasks", "trainer", "benchmarks/exact")
     for path in sorted(path for room in rooms for path in (ROOT / room).rglob("*.py")):
@@ -49,12 +49,12 @@ def code_hash() -> str:
 
 
 def kept_at(row: Row) -> Path:
-    """Return the file for the result of a row."""
+    """Return the path of the file for a row's result."""
     return KEPT / f"{hashlib.sha256(str(row).encode()).hexdigest()[:16]}.json"
 
 
 def run_rows(numbers: list[int], rows: list[Row], code: str) -> bool:
-    """Run rows, print and store their results; return True if no row fails the table."""
+    """Run rows, and print and store their results. Return True if no row fails the table."""
     stands = True
     for number in numbers:
         began = time.monotonic()
@@ -70,7 +70,7 @@ def run_rows(numbers: list[int], rows: list[Row], code: str) -> bool:
 
 
 def write(rows: list[Row], code: str | None) -> int:
-    """Write the page from stored results of a code hash (None: any); return 1 if a row has none, or fails the table."""
+    """Write the page from the results for a code hash (None: any). Return 1 if a row has none or fails the table."""
     kept = {row: json.loads(kept_at(row).read_text()) for row in rows if kept_at(row).exists()}
     results = {
         row: Result(*(kept[row][name] for name in ("verdict", "text", "difference", "seconds")))
@@ -86,13 +86,13 @@ def write(rows: list[Row], code: str | None) -> int:
 
 
 def numbers_of(words: list[str]) -> list[int]:
-    """Return the row numbers in words such as 17 and 20-30."""
+    """Return the row numbers that words such as 17 and 20-30 specify."""
     spans = [(word.partition("-")[0], word.partition("-")[2] or word.partition("-")[0]) for word in words]
     return [number for first, last in spans for number in range(int(first), int(last) + 1)]
 
 
 def main() -> int:
-    """Return 1 if a row is wrong or fails."""
+    """Run the command. Return 1 if a row is wrong or fails."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="NUMBER", help="the numbers of some rows, such as 17 or 20-30")
     parser.add_argument("--list", action="store_true", help="print the rows and stop")

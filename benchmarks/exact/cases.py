@@ -18,13 +18,13 @@ from examples.characters import Block, Embedding
 
 WIDTH, VOCABULARY, TIME, CLASSES = 16, 96, 6, 3
 STEP_OF_DEATH = 1
-"""Steps after which rows with a break kill a process: within an epoch, while each rank has a batch."""
+"""Number of steps after which rows with a break kill a process: within an epoch, while every rank has a batch."""
 POISONED = 3
 """Index of the sample whose loss is NaN in rows with nan=skip."""
 
 
 class Layer(nn.Module):
-    """A residual perceptron whose two matrices tensor parallelism shards."""
+    """A residual perceptron with two matrices that tensor parallelism shards."""
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Layer(nn.Module):
 
 
 class Recurrent(nn.LSTM):
-    """An LSTM that returns its outputs only."""
+    """An LSTM that returns only its outputs."""
 
     def __init__(self) -> None:
         super().__init__(WIDTH, WIDTH, batch_first=True)
@@ -47,7 +47,7 @@ class Recurrent(nn.LSTM):
 
 
 class Mean(nn.Module):
-    """Mean over time of a sequence of vectors."""
+    """Mean of a sequence of vectors over time."""
 
     def forward(self, stream: Tensor) -> Tensor:
         return stream.mean(1)
@@ -98,11 +98,11 @@ KINDS: dict[str, tuple[Callable[[float], list[nn.Module]], str]] = {
     "tied weights": (tied, "text"),
     "padded batches": (padded, "padded text"),
 }
-"""Blocks and data of each kind of model."""
+"""Blocks and data for each kind of model."""
 
 
 class Samples(Dataset[Any]):
-    """Samples that are augmented when they are loaded: (inputs, targets, 0 or NaN to add to the loss)."""
+    """Samples that are augmented on loading: (inputs, targets, 0 or NaN to add to the loss)."""
 
     def __init__(self, kind: str, count: int, poisoned: bool = False, noise: bool = True) -> None:
         self.kind, self.count, self.noise = kind, count, noise
@@ -134,7 +134,7 @@ class Samples(Dataset[Any]):
 
 
 class Stream(IterableDataset[Any]):
-    """Samples as an iterable without length."""
+    """Samples as an iterable without a length."""
 
     def __init__(self, samples: Samples) -> None:
         self.samples = samples
@@ -151,7 +151,7 @@ class Langevin(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Follow the gradients with noise."""
+        """Follow the gradients, with added noise."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -172,13 +172,13 @@ class Case:
     kind: str
     option: str
     is_plain: bool = False
-    """Without dropout and augmentation, and with complete rounds, so that batches of replicas can be joined."""
+    """True: no dropout or augmentation, and complete rounds, so that the batches of replicas can be joined."""
     has_remote: bool = False
     """True if the first block is a remote module, which `ddp_rpc` places on a server."""
 
 
 class Model(lg.Task):
-    """A list of blocks, with the behaviour that the option of a row needs."""
+    """A list of blocks, with the behavior that a row's option requires."""
 
     def __init__(self, case: Case) -> None:
         super().__init__()
@@ -190,7 +190,7 @@ class Model(lg.Task):
         self.blocks = nn.ModuleList(rest)
         self.automatic_optimization = case.option != "manual"
         self.killed: Path | None = None
-        """File that the killed process writes first; None: no process is killed."""
+        """File that the process writes before it is killed; None: no process is killed."""
 
     def _make_blocks(self) -> list[nn.Module]:
         return KINDS[self.case.kind][0](0.0 if self.case.is_plain else 0.2)
@@ -243,7 +243,7 @@ class Model(lg.Task):
 
     def _may_die(self) -> None:
         last = self.trainer.world_size - 1
-        # with accumulation an epoch has two steps, and the last rank may have no batch in the second
+        # with accumulation, an epoch has two steps, and the last rank may have no batch in the second step
         step = STEP_OF_DEATH + (self.case.option == "accumulation")
         if self.killed is None or self.global_step != step or self.trainer.global_rank != last:
             return
@@ -256,10 +256,10 @@ class Model(lg.Task):
             return torch.optim.LBFGS(self.parameters(), lr=0.2, max_iter=3, line_search_fn="strong_wolfe")
         if self.case.option == "noisy optimizer":
             return Langevin(self.parameters(), 0.05)
-        if self.case.kind == "sparse embedding":  # Adam takes no sparse gradients
+        if self.case.kind == "sparse embedding":  # Adam does not accept sparse gradients
             optimizer: torch.optim.Optimizer = torch.optim.Adagrad(self.parameters(), 0.05, eps=1e-2)
         else:
-            # eps: the gradient of an attention's key bias is a rounding error, which Adam would amplify
+            # eps: the gradient of the key bias in attention is pure rounding error, which Adam would amplify
             optimizer = torch.optim.AdamW(self.parameters(), 1e-2, eps=1e-3)
         return [optimizer], [{"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9), "interval": "step"}]
 
@@ -267,7 +267,7 @@ class Model(lg.Task):
 def make_loader(case: Case, batch_size: int, workers: int) -> Any:
     """Return the loader of a case: 5 or 6 rounds of 4 replicas in 2 epochs, with a short batch at each end."""
     kind = KINDS[case.kind][1]
-    # joined batches need complete rounds of 2, 3 and 4 replicas
+    # joining batches requires complete rounds of 2, 3 and 4 replicas
     samples = Samples(kind, 24 if case.is_plain else 21, case.option == "nan=skip", not case.is_plain)
     if case.option == "stream":
         return DataLoader(Stream(samples), batch_size)
@@ -298,7 +298,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "nan=skip": {"nan": "skip"},
     "noisy optimizer": {},
 }
-"""Arguments of the Trainer by option; Model and `make_loader` have the rest of an option."""
+"""Trainer arguments for each option. Model and `make_loader` implement the rest of an option."""
 
 
 def fit(

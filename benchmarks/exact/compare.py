@@ -1,4 +1,4 @@
-"""Runs one row and its reference, and compares them."""
+"""Runs a row and its reference, and compares their results."""
 
 import json
 import re
@@ -22,13 +22,13 @@ from .rows import ELSEWHERE, LAYOUTS, TENSOR_SHARDS, Layout, Row, has_shards, is
 UNITS = {"32": (torch.float32, 512), "64": (torch.float64, 512), "16-mixed": (torch.float16, 16)}
 UNITS |= dict.fromkeys(("bf16-mixed", "bf16-true"), (torch.bfloat16, 16))
 BOUNDS = {precision: units * torch.finfo(kind).eps for precision, (kind, units) in UNITS.items()}
-"""Largest relative difference that counts as rounding, in units in the last place of the type of matrix products, as
-they grow in six steps. Types of 16 bits have fewer, since 512 units would be as large as the numbers."""
+"""Largest relative difference that counts as rounding, after growing for six steps, in units in the last place of the
+dtype of matrix products. 16-bit dtypes have lower bounds, since 512 units would be as large as the values."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """Verdict of a row: "exact", "close", "refused", or one that fails the table: "wrong", "undeclared", "failed"."""
+    """Verdict on a row: "exact", "close" or "refused", or "wrong", "undeclared" or "failed", which fail the table."""
 
     verdict: str
     text: str = ""
@@ -69,7 +69,7 @@ def judge(row: Row) -> Result:
 
 
 def reason_of(row: Row) -> str | None:
-    """Return the reason why low-order bits of a row may differ from its reference; None if they may not."""
+    """Return the reason why a row's low-order bits may differ from those of its reference; None if they must not."""
     if row.reproducible == "bitwise":
         return None
     if is_joined(row):
@@ -82,7 +82,7 @@ def reason_of(row: Row) -> str | None:
 
 
 def is_joined(row: Row) -> bool:
-    """Return True if one process cannot run the row's replicas in turn, so that the reference joins their batches."""
+    """Return True if one process cannot run the row's replicas in turn, so the reference must join their batches."""
     is_weighted = row.kind == "padded batches"  # manual optimization has no weights
     manual = row.option == "manual" and row.reproducible == "order" and not is_weighted
     return row.option == "sync_batchnorm" or manual
@@ -96,15 +96,15 @@ def replicas_of(row: Row) -> int:
 
 
 def case_of(row: Row) -> Case:
-    """Return the model, data and option of both runs of a row."""
+    """Return the model, data and option for both runs of a row."""
     strategies = {row.strategy, next_strategy(row) if row.disturbance.endswith("another strategy") else ""}
-    # dropout masks depend on the layout there, see docs/one-run.md
+    # dropout masks depend on the layout here, see docs/one-run.md
     is_plain = row.option in ("sync_batchnorm", "manual") or bool(strategies & {"tensor", "pipeline", "data_parallel"})
     return Case(row.kind, row.option, is_plain, row.strategy == "ddp_rpc")
 
 
 def run_tested(row: Row, root: Path) -> Path:
-    """Train a row with its break; return the run directory."""
+    """Train a row, including its break, and return the run directory."""
     layout, case, replicas = LAYOUTS[row.strategy], case_of(row), replicas_of(row)
     options = {"reproducible": row.reproducible, "precision": row.precision, "replicas": replicas}
     workers = 2 if row.option == "workers" else 0
@@ -134,13 +134,13 @@ def run_tested(row: Row, root: Path) -> Path:
 
 
 def _place(row: Row, layout: Layout) -> dict[str, Any]:
-    """Return the arguments of the Trainer for a row on a layout."""
+    """Return the Trainer arguments for a row on a layout."""
     shards = {**layout.strategy, "tensor_shards": TENSOR_SHARDS} if has_shards(row) else layout.strategy
     return {"strategy": shards, "devices": layout.devices}
 
 
 def run_reference(row: Row, root: Path) -> Path:
-    """Train the same on one process without a break; return the run directory."""
+    """Train the same case on one process without a break, and return the run directory."""
     alone = Layout({"name": "mesh"}, 1, 1) if has_shards(row) else LAYOUTS["single"]
     replicas, size, place = replicas_of(row), 2, _place(row, alone)
     if is_joined(row):
@@ -155,12 +155,12 @@ Contents = dict[str, torch.Tensor]
 
 
 def contents_of(run_dir: Path) -> Contents:
-    """Return all numbers that a run leaves: weights, optimizer states, averages, logged values; by name."""
+    """Return the weights, optimizer states, averages and logged values of a finished run, keyed by name."""
     last = max((run_dir / "checkpoints").glob("step-*"))
     saved = reading.read_checkpoint(last)
     kept = {key: saved[key] for key in ("state_dict", "optimizer_states", "callbacks") if key in saved}
     for state in kept["optimizer_states"]:
-        # by position, since some strategies name parameters and others number them
+        # keyed by position, since some strategies name parameters and others number them
         names = [name for group in state["param_groups"] for name in group["params"]]
         state["state"] = {names.index(name): value for name, value in state["state"].items()}
     contents = dict(_tensors(kept, ()))
@@ -183,11 +183,11 @@ def _tensors(value: Any, path: tuple[str, ...]) -> Iterator[tuple[str, torch.Ten
 
 
 def compare(ours: Contents, theirs: Contents) -> Iterator[tuple[float, str]]:
-    """Yield relative difference and name of each tensor whose bits differ."""
+    """Yield the relative difference and the name of each tensor whose bits differ."""
     for name in sorted(ours.keys() ^ theirs.keys()):
         yield float("inf"), f"{name} ({'only in the reference' if name in theirs else 'not in the reference'})"
     shared = sorted(ours.keys() & theirs.keys())
-    # values that are rounding errors only are compared with the size of the others
+    # values that are pure rounding error are compared with the size of the others
     scales = dict[str, float]()
     for name in shared:
         if theirs[name].numel():

@@ -23,7 +23,7 @@ def power(difference: float) -> str:
 
 
 def summary(results: Iterable[Result]) -> str:
-    """Return how many runs are exact and close."""
+    """Return a sentence with the numbers of exact and close runs."""
     several = list(results)
     exact, close = (sum(result.verdict == verdict for result in several) for verdict in ("exact", "close"))
     if not exact + close:
@@ -35,12 +35,12 @@ def summary(results: Iterable[Result]) -> str:
 
 
 def reasons(results: Iterable[Result]) -> str:
-    """Return the reasons why runs are close, each once."""
+    """Return the reasons why runs are close, without duplicates."""
     return "; ".join(dict.fromkeys(result.text for result in results if result.verdict == "close"))
 
 
 def largest(pairs: Iterable[tuple[Row, Result]]) -> str:
-    """Return the largest difference at each precision."""
+    """Return the largest difference for each precision."""
     at = dict.fromkeys(COLUMNS["precision"], 0.0)
     for row, result in pairs:
         if result.verdict == "close":
@@ -49,14 +49,14 @@ def largest(pairs: Iterable[tuple[Row, Result]]) -> str:
 
 
 def table(*rows: Iterable[object]) -> str:
-    """Return a Markdown table; the first row is its head."""
+    """Return a Markdown table. The first row is its header."""
     head, *body = [list(map(str, row)) for row in rows]
     lines = [head, ["---"] * len(head), *body]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
 
 
 def by_value(column: str, results: Results) -> str:
-    """Return a table of verdicts by value of a column."""
+    """Return a table of the verdicts for each value of a column."""
     lines = []
     for value in COLUMNS[column]:
         here = {row: result for row, result in results.items() if getattr(row, column) == value}
@@ -68,7 +68,7 @@ def by_value(column: str, results: Results) -> str:
 
 
 def strategies(results: Results) -> str:
-    """Return a table of verdicts by strategy."""
+    """Return a table of the verdicts for each strategy."""
     lines = []
     for name in COLUMNS["strategy"]:
         here = {row: result for row, result in results.items() if row.strategy == name}
@@ -111,7 +111,7 @@ def refusals(results: Results) -> str:
 
 
 def machine() -> str:
-    """Return the processor on which the rows ran."""
+    """Return the name of the processor that ran the rows."""
     names = [line.split(":")[1].strip() for line in _cpu_info() if line.startswith("model name")]
     return f"{names[0] if names else platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"
 
@@ -122,7 +122,7 @@ def _cpu_info() -> list[str]:
 
 
 def write_page(results: Results) -> None:
-    """Write the page from results in the order of the rows."""
+    """Write the page. The results are in the order of the rows."""
     bounds = ", ".join(f"{precision}: {bound:.0e}" for precision, bound in BOUNDS.items())
     counts = {verdict: sum(result.verdict == verdict for result in results.values()) for verdict in ("exact", "close")}
     shown = [

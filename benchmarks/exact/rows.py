@@ -1,4 +1,4 @@
-"""Rows of the table, drawn from a seed: few rows that contain each pair of values of two columns."""
+"""Rows of the table, chosen with a fixed seed: a few rows that contain each pair of values from two columns."""
 
 import random
 from collections.abc import Iterator, Mapping
@@ -23,7 +23,7 @@ class Row:
     disturbance: str = "none"
 
     def values(self) -> frozenset[tuple[str, str]]:
-        """Return pairs of column and value."""
+        """Return the row's (column, value) pairs."""
         return frozenset(asdict(self).items())
 
     def __str__(self) -> str:
@@ -55,7 +55,7 @@ COLUMNS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Layout:
-    """A strategy for the Trainer, and its number of processes (for ddp_model_parallel and data_parallel: devices)."""
+    """A strategy for the Trainer and its number of processes (for ddp_model_parallel and data_parallel, devices)."""
 
     strategy: Any
     devices: int
@@ -203,7 +203,7 @@ LEFT_OUT: tuple[tuple[Refusal, str], ...] = (
 
 
 def excludes(refusal: Refusal, values: Mapping[str, str]) -> bool:
-    """Return True if values, possibly of some columns only, contain the combination of a refusal."""
+    """Return True if the values, which may cover only some columns, contain a refused combination."""
     return all(values.get(column) in several for column, several in refusal.items())
 
 
@@ -218,19 +218,19 @@ def is_declared(row: Row) -> bool:
 
 
 def is_refused(values: Mapping[str, str]) -> bool:
-    """Return True if Legato should refuse a row with these values, or the table leaves it out."""
+    """Return True if Legato should refuse a row with these values, or if the table leaves it out."""
     return any(excludes(refusal, values) for refusal in (*REFUSED, *(left_out for left_out, _ in NOT_TRIED)))
 
 
 def next_strategy(row: Row) -> str | None:
-    """Return the strategy under which a row resumes that changes it; None if no other supports the row."""
+    """Return the strategy under which a row resumes if it changes strategies; None if no other strategy supports it."""
     begin = GOES_ON.index(row.strategy) + 1 if row.strategy in GOES_ON else len(row.strategy)
     candidates = [GOES_ON[(begin + place) % len(GOES_ON)] for place in range(len(GOES_ON))]
     if has_shards(row):
         return "shard x tensor"
     for name in candidates:
         if row.reproducible == "bitwise" and name == "tensor":
-            continue  # a run cannot get shards at a resume
+            continue  # a run cannot start to use shards when it resumes
         moved = replace(row, strategy=name, disturbance="none")
         if row.option in ("sync_batchnorm", "manual") and LAYOUTS[name].ranks != LAYOUTS[row.strategy].ranks:
             continue  # each replica needs a process
@@ -252,7 +252,7 @@ def refused_rows() -> Iterator[Row]:
 
 
 def covering_rows() -> list[Row]:
-    """Return rows that contain each pair of values of two columns that is not refused."""
+    """Return rows that contain each pair of values from two columns that is not refused."""
     generator = random.Random(SEED)
     pairs = [
         ((first, this), (second, that))
@@ -265,7 +265,7 @@ def covering_rows() -> list[Row]:
     while missing:
         pair = next(iter(missing))
         filled = [row for _ in range(30) if (row := _fill(dict(pair), missing, generator))]
-        if not filled:  # a third column excludes the pair in each row
+        if not filled:  # a third column excludes the pair from every row
             del missing[pair]
             continue
         best = max(filled, key=lambda row: _gain(row.values(), missing))
@@ -280,7 +280,7 @@ def _gain(values: Any, missing: Mapping[frozenset[Any], None]) -> int:
 
 
 def _fill(values: dict[str, str], missing: Mapping[frozenset[Any], None], generator: random.Random) -> Row | None:
-    """Return a row with these values and greedily chosen others; None if each choice is refused."""
+    """Return a row with these values and greedily chosen values elsewhere; None if every choice is refused."""
     columns = [column for column in COLUMNS if column not in values]
     generator.shuffle(columns)
     for column in columns:
@@ -299,7 +299,7 @@ def _fill(values: dict[str, str], missing: Mapping[frozenset[Any], None], genera
 
 
 def table_rows() -> list[Row]:
-    """Return all rows, the refused ones last."""
+    """Return all rows. The refused ones come last."""
     rows = covering_rows()
     rows += [row for row in refused_rows() if row not in rows]
     return [row for row in rows if not any(excludes(left_out, asdict(row)) for left_out, _ in LEFT_OUT)]
