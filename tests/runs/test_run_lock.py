@@ -6,19 +6,26 @@ import signal
 import socket
 import threading
 import time
+import uuid
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from forked import Forked
+from fsspec.implementations.memory import MemoryFileSystem
 from locks import holders_among
 from tiny import Tiny, make_loader, make_trainer
 from waiting import leave, runs, wait_until
 
 import legato as lg
 from legato.base.errors import CheckpointError, ConfigError
+from legato.base.location import checkpoints_of, location_of
 from legato.callbacks import Checkpoint
+from legato.trainer.checkpoints import commit, find
+from legato.trainer.checkpoints.hashed import write_bytes
+from legato.trainer.checkpoints.storage import folder_at
 from legato.trainer.runs import lock as run_lock
 from legato.trainer.runs.lock import HOLDER, LOCK, RunLock, belongs_to_training, is_held
 
@@ -175,6 +182,46 @@ def test_a_run_that_has_lost_its_folder_writes_no_more(tmp_path: Path) -> None:
     ):
         trainer.fit(Tiny(), make_loader())
     assert len(list(tmp_path.rglob("step-*"))) == 3
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("place", ["disk", "store"])
+def test_a_save_that_loses_its_folder_commits_nothing_and_deletes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, asynchronous: bool
+) -> None:
+    """While a run saves step 3, another one resumes it and begins a save of step 3, too."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    root = tmp_path if place == "disk" else f"memory://{uuid.uuid4().hex}/runs"
+    callback = Checkpoint(every_n_train_steps=1, save_top_k=-1, asynchronous=asynchronous)
+    trainer = make_trainer(root, callbacks=[callback], enable_checkpointing=True)
+    write_files, saves, publish = commit._write_files, list[Any](), list[Any]()
+
+    def write_and_lose(*arguments: Any) -> Any:
+        saves.append(write_files(*arguments))
+        if len(saves) == 3:
+            if place == "disk":
+                far_holder(trainer.run_dir)
+            else:
+                far = json.dumps({"host": "far", "pid": 7, "stage": "fit", "since": "today"})
+                MemoryFileSystem().pipe_file(f"{location_of(trainer.run_dir)}/{LOCK}", far.encode())
+            folder, name, run = folder_at(checkpoints_of(trainer.run_dir)), find.directory_name(3), trainer.saver.run_id
+            folder.sweep()
+            stage = folder.open_stage(name, 0, run)
+            files = {
+                file: folder.write(name, stage, file, partial(write_bytes, data=bytes(entry.size)))
+                for file, entry in saves[-1].items()
+            }
+            publish.append(partial(folder.publish, name, stage, files, run))
+        return saves[-1]
+
+    monkeypatch.setattr(commit, "_write_files", write_and_lose)
+    with pytest.raises(CheckpointError, match=r"has lost the lock on its folder: .* by process 7 on far \(fit"):
+        trainer.fit(Tiny(), make_loader())
+    checkpoints = checkpoints_of(trainer.run_dir)
+    assert folder_at(checkpoints).names() == [find.directory_name(step) for step in (1, 2)]
+    publish[0]()
+    for step in (1, 2, 3):
+        find.verify(checkpoints / find.directory_name(step))
 
 
 # --- seen from outside ------------------------------------------------------------------------------------------------

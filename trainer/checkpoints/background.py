@@ -1,7 +1,7 @@
 """Background saves: training waits only until the state is copied to host memory. A thread writes the copy to disk."""
 
 import threading
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from ..accelerators import has_streams, pins_memory
 from ..processes.ranks import SINGLE, Ranks
 from ..processes.save_progress import SAVES
 from .codec import FlatState, flatten
-from .commit import commit
+from .commit import commit, no_locks
 
 
 class Writer:
@@ -40,6 +40,7 @@ class Writer:
         ranks: Ranks = SINGLE,
         run: str = "",
         frozen: Collection[str] = (),
+        check_locks: Callable[[], None] = no_locks,
     ) -> None:
         """Copy `contents`, start a thread that writes the copy, and return.
 
@@ -52,7 +53,7 @@ class Writer:
         flat.assign_writers(ranks)
         self._snapshot(flat)
         self._checkpoint = to_absolute(checkpoint)
-        self._thread = threading.Thread(target=self._write, args=(self._checkpoint, flat, ranks, run))
+        self._thread = threading.Thread(target=self._write, args=(self._checkpoint, flat, ranks, run, check_locks))
         self._thread.name = "legato-checkpoint"
         self._thread.start()
 
@@ -73,10 +74,10 @@ class Writer:
         self.join()
         self.check()
 
-    def _write(self, checkpoint: Location, flat: FlatState, ranks: Ranks, run: str) -> None:
+    def _write(self, *arguments: Any) -> None:
         try:
             with SAVES.save():
-                commit(checkpoint, flat, ranks, run)
+                commit(*arguments)
         except BaseException as error:  # `check` raises it in the main thread, where it can end the run
             self._error = error
 

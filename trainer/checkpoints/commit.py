@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -23,6 +24,10 @@ from .tensors import read_tensors, write_tensors
 T = TypeVar("T")
 
 
+def no_locks() -> None:
+    """Check the locks of a save that holds none."""
+
+
 def write(
     checkpoint: Location,
     contents: Mapping[str, Any],
@@ -30,6 +35,7 @@ def write(
     ranks: Ranks = SINGLE,
     run: str = "",
     frozen: Collection[str] = (),
+    check_locks: Callable[[], None] = no_locks,
 ) -> None:
     """Write a checkpoint. If a checkpoint with this name exists, replace it atomically.
 
@@ -39,16 +45,20 @@ def write(
     Args:
         run: id of the run, for the manifest; "" if there is no run.
         frozen: state dict keys of the weights that are stored only once for all checkpoints in the folder.
+        check_locks: Function that raises CheckpointError if another run has taken the folder. Rank 0 calls it directly
+            before it publishes the checkpoint, and after an error, before it deletes files.
 
     Raises CheckpointError, and leaves no files behind, if a value cannot be stored, the disk does not have enough
     free space, or writing fails.
     """
     flat = flatten(contents, frozen)
     flat.assign_writers(ranks)
-    commit(checkpoint, flat, ranks, run)
+    commit(checkpoint, flat, ranks, run, check_locks)
 
 
-def commit(checkpoint: Location, flat: FlatState, ranks: Ranks = SINGLE, run: str = "") -> None:
+def commit(
+    checkpoint: Location, flat: FlatState, ranks: Ranks, run: str, check_locks: Callable[[], None] = no_locks
+) -> None:
     """Write a checkpoint whose writers have been assigned; see `write`.
 
     On failure, raises CheckpointError on every rank and leaves any existing checkpoint unchanged.
@@ -75,6 +85,11 @@ def commit(checkpoint: Location, flat: FlatState, ranks: Ranks = SINGLE, run: st
         begun = True
         return folder.open_stage(name, needed, run)
 
+    def publish() -> None:
+        if is_first:
+            check_locks()
+            folder.publish(name, stage, written, run)
+
     # Each of the four phases ends with a gather of errors. No rank enters the next phase if another rank has failed,
     # and rank 0 publishes the checkpoint only once the files of all ranks are synced.
     try:
@@ -84,10 +99,13 @@ def commit(checkpoint: Location, flat: FlatState, ranks: Ranks = SINGLE, run: st
         write, tree = partial(folder.write, name, stage), flat.tree if is_first else None
         sums = on_all_ranks(ranks, lambda: _write_files(write, tree, files) | _write_bases(folder, bases))
         written = {file: entry for rank_sums in sums for file, entry in rank_sums.items()}
-        on_all_ranks(ranks, lambda: folder.publish(name, stage, written, run) if is_first else None)
+        on_all_ranks(ranks, publish)
     except BaseException as error:  # on Ctrl-C, too: an incomplete stage would take up disk space until the next save
         if begun:
-            folder.discard(name, stage)
+            # if another run has taken the folder, files with these names may be its files
+            with suppress(CheckpointError):
+                check_locks()
+                folder.discard(name, stage)
         if isinstance(error, OSError):
             raise CheckpointError(
                 f"{checkpoint} could not be written: {error.strerror or error} (it needs {format_bytes(needed)}). "

@@ -65,11 +65,9 @@ class DirectoryFormat:
         """Return `step-00001200`."""
         return find.directory_name(step)
 
-    def write(
-        self, path: Location, contents: Mapping[str, Any], ranks: Ranks, run: str, frozen: Collection[str] = ()
-    ) -> None:
-        """Write each rank's shards, then the manifest. For `frozen`, see `commit.write`."""
-        commit.write(path, contents, ranks=ranks, run=run, frozen=frozen)
+    def write(self, path: Location, contents: Mapping[str, Any], ranks: Ranks, run: str, **options: Any) -> None:
+        """Write each rank's shards, then the manifest. For `options`, see `commit.write`."""
+        commit.write(path, contents, ranks=ranks, run=run, **options)
 
     def read(self, path: Location, ranks: Ranks, names: Collection[str], in_parts: Collection[str]) -> dict[str, Any]:
         """Verify and read a directory, or read another program's file, such as a state dict from `torch.save`."""

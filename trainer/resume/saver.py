@@ -253,20 +253,17 @@ class Saver:
         ranks = self.trainer.strategy.state_dicts.writers
         if self.trainer.running:
             self.require_run_dir()
-        # If this process was suspended for a long time, a run on another machine may have taken its folder on a shared
-        # file system.
-        for lock in self.locks.values():
-            lock.check()
-        # the background writer writes only directories; another format is written in the foreground
-        if asynchronous and type(self.format) is DirectoryFormat:
-            # waits for the previous save and raises its error
-            self.writer.save(path, saved, ranks=ranks, run=self.run_id, frozen=frozen)
-            return
         # `join`, not `wait`, which raises: this save may be the last chance (after SIGTERM), so an earlier error is
-        # raised only after this save.
+        # raised only after this save. First, because a background save also checks the locks.
         self.writer.join()
+        self._check_locks()
+        # the background writer writes only directories; another format is written in the foreground
+        is_directory = type(self.format) is DirectoryFormat
+        options: dict[str, Any] = {"frozen": frozen, "check_locks": self._check_locks} if is_directory else {}
+        if asynchronous and is_directory:
+            self.writer.save(path, saved, ranks=ranks, run=self.run_id, **options)  # raises the previous save's error
+            return
         try:
-            options = {"frozen": frozen} if frozen else {}  # other formats do not take this argument
             self.format.write(self._for_format(path), saved, ranks, self.run_id, **options)
         except CheckpointError as error:
             try:
@@ -275,6 +272,14 @@ class Saver:
                 raise CheckpointError(f"{error} The previous save failed too. {earlier}") from error
             raise
         self.writer.check()
+
+    def _check_locks(self) -> None:
+        """Raise CheckpointError if another run has taken a folder of this run, at the start and the end of a save.
+
+        A run on another machine may have done so if this process was suspended for a long time.
+        """
+        for lock in list(self.locks.values()):
+            lock.check()
 
     def _for_format(self, path: Location) -> Any:
         """Return the path as the format expects it. Raises ConfigError for an address if the format is not Legato's."""

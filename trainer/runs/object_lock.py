@@ -3,7 +3,8 @@
 The lock is an object, `.lock`, which the holder creates and rewrites every BEAT seconds. A run on the holder's machine
 takes the lock immediately if the holder's process is dead. A run on another machine takes the lock if the object has
 not changed for LEASE seconds according to its own clock. An object store cannot guarantee an exclusive lock: a holder
-that was suspended for a long time does not learn until its next save that it has lost the lock.
+that was suspended for a long time does not learn until its next save that it has lost the lock. A save checks the lock
+when it starts and directly before it commits the checkpoint.
 """
 
 import json
