@@ -8,7 +8,7 @@
     |-- NonFiniteError    (ArithmeticError)  a loss or gradient is NaN or infinite
     |-- CorruptionError   (ArithmeticError)  recomputing a step produced different bits
     |-- DisagreementError (RuntimeError)     the ranks of a run disagree about what to do next, or their weights differ
-    |-- HangError         (RuntimeError)     the run made no progress; the message lists each rank's position
+    |-- HangError         (RuntimeError)     the run made no progress; the message shows each rank's position
     `-- WorkerError       (RuntimeError)     a process of the run failed; contains the process's rank and traceback
 
 Each message says what was expected, what was found and what to do about it. For a common mistake, it ends with the
@@ -57,7 +57,7 @@ class DisagreementError(LegatoError, RuntimeError):
 
 
 class HangError(LegatoError, RuntimeError):
-    """Raised if a run makes no progress for `hang_timeout` seconds. The message lists each rank's position."""
+    """Raised if a run makes no progress for `hang_timeout` seconds. The message shows each rank's position."""
 
 
 class WorkerError(LegatoError, RuntimeError):
@@ -110,7 +110,7 @@ def describe_import(error: BaseException) -> str:
 
 
 def first_names(names: Sequence[str], shown: int = 6) -> str:
-    """Join the first `shown` names, and append the number of remaining names."""
+    """Join the first `shown` names and append the number of remaining names."""
     return ", ".join(names[:shown]) + (f" and {len(names) - shown} more" if len(names) > shown else "")
 
 

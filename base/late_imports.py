@@ -1,4 +1,4 @@
-"""Late imports: imports the public names of a package when they are first accessed."""
+"""Late imports: the public names of a package are imported when they are first accessed."""
 
 from collections.abc import Callable, Mapping
 from importlib import import_module

@@ -83,7 +83,7 @@ LEVELS = {"--quiet": logging.WARNING, "--verbose": logging.DEBUG}
 
 @contextmanager
 def shown_from(option: str | None) -> Iterator[None]:
-    """In this context and in workers started in it, use the log level set by a command-line option (see LEVELS)."""
+    """Within this context and in workers started there, use the log level of a command-line option (see LEVELS)."""
     log = logging.getLogger("legato")
     before = log.level
     try:
@@ -102,7 +102,7 @@ def shown_options() -> tuple[str, ...]:
 
 
 def is_quiet() -> bool:
-    """Return whether to show only warnings, and no layout, progress bars or tables."""
+    """Return whether to show only warnings and hide the layout, progress bars and tables."""
     return logging.getLogger("legato").level > logging.INFO
 
 

@@ -1,4 +1,4 @@
-"""Builds objects from config mappings with `_target_`, and rebuilds them from checkpoints.
+"""Builds objects from config mappings with `_target_` and rebuilds them from checkpoints.
 
 A checkpoint contains the mapping instead of the object. This module imports torch only to rebuild objects, so that the
 config check does not import torch.

@@ -187,7 +187,7 @@ def _is_record(origin: Any, parts: Any) -> bool:
 
 
 def _needs_object(origin: Any) -> bool:
-    """Return whether a class rejects all plain values. False for protocols, enums, typed dicts and type variables."""
+    """Return whether a class rejects all plain values. Protocols, enums, typed dicts and type variables don't."""
     return (
         inspect.isclass(origin)
         and origin not in (object, Any)

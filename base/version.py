@@ -1,4 +1,4 @@
-"""Version of Legato. It has its own module because Legato's modules do not import the package's public names."""
+"""Legato's version. It is in a separate module because Legato's modules don't import the package's public names."""
 
 __version__ = "0.1.0"
 LAST_READER = "dbd35eb"

@@ -242,7 +242,7 @@ class Checkpoint(CheckpointCallback):
     def _agree_on_index(self, trainer: "Trainer") -> None:
         """Limit the index on all ranks to this run's complete checkpoints up to the current step.
 
-        The index lists a checkpoint before it is complete, and may list one that has been deleted. Checkpoints that the
+        The index lists a checkpoint before it is complete and may list one that has been deleted. Checkpoints that the
         index does not list are left alone, because another run saved them.
         """
         entries = self.index.checkpoints
@@ -317,7 +317,7 @@ class Checkpoint(CheckpointCallback):
             self.save(trainer)
 
     def on_processes_changed(self, trainer: "Trainer", task: "Task") -> None:
-        """Synchronize the index across ranks, and repeat a save that the change interrupted."""
+        """Synchronize the index across ranks and repeat a save that the change interrupted."""
         if self.dirpath is None:
             return
         # the index below drops incomplete checkpoints, so a background save must finish first

@@ -229,7 +229,7 @@ class BackboneFinetuning(BaseFinetuning):
         self.freeze(task.backbone)
 
     def finetune_function(self, task: "Task", epoch: int, optimizer: "Optimizer") -> None:
-        """Unfreeze the backbone at the configured epoch, and increase its learning rate in every subsequent epoch."""
+        """Unfreeze the backbone at the configured epoch and increase its learning rate in every subsequent epoch."""
         rate = float(optimizer.param_groups[0]["lr"])
         if epoch == self.unfreeze_backbone_at_epoch:
             initial_lr = self.backbone_initial_lr

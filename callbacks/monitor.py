@@ -40,7 +40,7 @@ class Monitor:
         self._validated_step = state_dict["validated_step"]
 
     def start_validation(self, trainer: "Trainer") -> None:
-        """Store the metric's value before a validation."""
+        """Store the metric's value before validation."""
         self._before = trainer.agreed_metrics.get(self.name)
 
     def end_validation(self, trainer: "Trainer") -> bool:
@@ -91,7 +91,7 @@ class Monitor:
         )
 
     def is_better(self, value: float, than: float) -> bool:
-        """Return whether `value` is strictly better, or False for NaN."""
+        """Return whether `value` is strictly better. NaN is never better."""
         # comparisons with NaN are False, so NaN is never the best value
         return value < than if self.mode == "min" else value > than
 

@@ -65,7 +65,7 @@ class Profile(Callback):
             self._profiler.step()
 
     def on_train_end(self, trainer: "Trainer", task: "Task") -> None:
-        """Stop recording, and write the cycle in progress."""
+        """Stop recording and write the cycle in progress."""
         self._stop()
 
     def teardown(self, trainer: "Trainer", task: "Task", stage: str) -> None:

@@ -188,7 +188,7 @@ class ProgressBar(ProgressDisplay):
         return True
 
     def _row(self, trainer: "Trainer", now: float) -> dict[str, str]:
-        """Return the cells of the finished epoch by column."""
+        """Return the cells of the finished epoch's row, keyed by column."""
         values, logged = self._metrics(trainer), trainer.callback_metrics
         if not values:
             values = {name: float(value) for name, value in logged.items() if not name.startswith(CALLBACK_PREFIXES)}
@@ -292,7 +292,7 @@ class ProgressBar(ProgressDisplay):
         self._bar.refresh()
 
     def _close(self, leave: bool = False) -> None:
-        """Close the bar, and remove it from the screen unless `leave` is True."""
+        """Close the bar and remove it from the screen unless `leave` is True."""
         if self._bar is not None:
             self._bar.leave = leave
             self._bar.close()

@@ -150,7 +150,7 @@ def run_check(options: Namespace) -> None:
 
 
 def check_config(config: "Config") -> Report:
-    """Run the trials of a config, and return a report of the problems."""
+    """Run the trials of a config and return a report of the problems."""
     original, report = build_config(config), Report()
     # on the disk that holds the runs, since the check should also detect problems with that disk
     with temporary_folder(original, report) as folder:
@@ -163,7 +163,7 @@ def check_config(config: "Config") -> Report:
 
 @contextmanager
 def temporary_folder(original: "ConfiguredRun", report: Report) -> Iterator[Path]:
-    """Create a folder in the run root or its nearest existing parent, and remove it on exit.
+    """Create a folder in the run root or its nearest existing parent and remove it on exit.
 
     If the run root is not writable, report a problem and use the system's temporary folder. Under a launcher, rank 0
     creates the folder for all ranks.
@@ -220,7 +220,7 @@ def try_stages(config: "Config", original: "ConfiguredRun", folder: Path, report
 def attempt(
     name: str, config: "Config", original: "ConfiguredRun", folder: Path, report: Report, **options: Any
 ) -> "ConfiguredRun":
-    """Run a stage, and report each error once. Under a launcher, raise the error, since other ranks cannot continue."""
+    """Run a stage and report each error once. Under a launcher, raise the error, since other ranks cannot continue."""
     trial = trial_of(config, original, name, folder)
     stage = getattr(trial.trainer, "fit" if name == "resume" else name)
     try:

@@ -1,6 +1,6 @@
 """`legato export`: writes a checkpoint's weights as safetensors, or the task's `forward` with ONNX or torch.export.
 
-The command reloads the exported model, and compares its outputs with those of the task. `--format hf` calls the
+The command reloads the exported model and compares its outputs with those of the task. `--format hf` calls the
 model's `save_pretrained`.
 """
 

@@ -75,7 +75,7 @@ GONE = {
 
 
 class Parser(argparse.ArgumentParser):
-    """An argparse parser that raises ConfigError with a suggestion, and does not accept abbreviated options."""
+    """An argparse parser that raises ConfigError with a suggestion and does not accept abbreviated options."""
 
     def __init__(self, name: str, **options: Any) -> None:
         shape = argparse.RawDescriptionHelpFormatter

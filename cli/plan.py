@@ -64,7 +64,7 @@ class StateSize:
     """Name of the optimizer, or the reason why the size of its state is unknown."""
 
     def of_rank(self, weight_parts: int, optimizer_parts: int) -> "StateSize":
-        """Return the size of each rank's share of the state, rounded up, if all shares are equal."""
+        """Return the size of each rank's share of the state, rounded up. All shares are assumed to be equal."""
         optimizer = None if self.optimizer is None else -(-self.optimizer // optimizer_parts)
         weights, gradients = -(-self.weights // weight_parts), -(-self.gradients // weight_parts)
         return StateSize(self.parameters, weights, self.buffers, gradients, optimizer, self.optimizer_name)

@@ -135,7 +135,7 @@ class Recorder(MonitoringCallback):
         self._write(trainer)
 
     def teardown(self, trainer: "Trainer", task: "Task", stage: str) -> None:
-        """Remove the gradient hooks, and record the peak memory."""
+        """Remove the gradient hooks and record the peak memory."""
         for handle in self.hooks:
             handle.remove()
         self.hooks = []

@@ -159,7 +159,7 @@ def _resolve_own_run(config: "Config", command: str) -> None:
 
 # --- the result -------------------------------------------------------------------------------------------------------
 def last_line(trainer: "Trainer") -> str:
-    """Return the result as one line: run directory, steps, time, best value."""
+    """Return the result as one line: run directory, step count, time and best value."""
     saved, where = trainer.checkpoint_callback, "" if trainer.run_dir is None else f"{location_of(trainer.run_dir)}  "
     text = f"{where}step {trainer.global_step} in {time_taken(trainer.elapsed)}"
     score = getattr(saved, "best_model_score", None)

@@ -373,7 +373,7 @@ class Sweep:
 
 
 def run_sweep(options: Namespace) -> None:
-    """Run the unfinished trials, and print all results."""
+    """Run the unfinished trials and print all results."""
     for name in ("random", "optuna", "jobs"):
         if getattr(options, name) is not None and getattr(options, name) < 1:
             raise ConfigError(f"legato sweep: --{name} must be at least 1, got {getattr(options, name)}.")

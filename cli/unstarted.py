@@ -27,7 +27,7 @@ AUTOMATIC = ("auto", -1, "-1")
 
 
 def processes_of(config: "Config") -> "tuple[int, StateParts]":
-    """Return the number of processes in a config's run, and how they share its state. No process is started."""
+    """Return the number of processes in a config's run, and how they share its state. No processes are started."""
     trainer = config.values["trainer"]
     # only the arguments that determine the processes: others may need devices that this machine lacks
     shape = build_arguments(config, {name: trainer[name] for name in ("num_nodes", "strategy", "replicas")})

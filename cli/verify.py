@@ -1,4 +1,4 @@
-"""`legato verify RUN [segments=5] [seed=N] [devices=N]`: recomputes parts of a run, and writes a certificate."""
+"""`legato verify RUN [segments=5] [seed=N] [devices=N]`: recomputes parts of a run and writes a certificate."""
 
 from argparse import Namespace
 

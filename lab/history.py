@@ -49,7 +49,7 @@ class CheckpointRecord:
 
 
 class RunHistory:
-    """History of a run, read from its directory. Counting from 1, step N increases `global_step` from N - 1 to N."""
+    """History of a run, read from its directory. Step N, counted from 1, increases `global_step` from N - 1 to N."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -108,7 +108,7 @@ class RunHistory:
 
     @cached_property
     def starts(self) -> list[tuple[int, dict[str, Any]]]:
-        """Number and record of each start of training, oldest first. Evaluations also have numbers, but are omitted."""
+        """Number and record of each training launch, oldest first. Evaluations also have numbers but are omitted."""
         records = enumerate(read_starts(self.directory))
         return [(number, record) for number, record in records if record.get("stage", "fit") == "fit"]
 

@@ -105,7 +105,7 @@ class Microscope(MonitoringCallback):
         return torch.compiler.disable(look)
 
     def _log(self, trainer: "Trainer", task: "Task") -> None:
-        """Collect the values from all ranks, and write them on rank 0."""
+        """Collect the values from all ranks and write them on rank 0."""
         values = {}
         for name, module in self._chosen(task):
             if name not in self._before:

@@ -33,7 +33,7 @@ def changed_sources(start: Mapping[str, Any]) -> list[str]:
 
 
 def listed(names: Sequence[str]) -> str:
-    """Join up to SHOWN_FILES names, and append the number of names left out."""
+    """Join up to SHOWN_FILES names and append the number of names left out."""
     more = f" and {len(names) - SHOWN_FILES} more" if len(names) > SHOWN_FILES else ""
     return ", ".join(names[:SHOWN_FILES]) + more
 

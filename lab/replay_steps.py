@@ -1,4 +1,4 @@
-"""Replays steps of a run: recomputes them from the newest earlier checkpoint, and compares the logged values.
+"""Replays steps of a run: recomputes them from the newest earlier checkpoint and compares the logged values.
 
 A function creates a new trainer, task and data for the replay, so the replay cannot change the caller's objects.
 """

@@ -103,7 +103,7 @@ class SpikeWatch(Callback):
                 )
 
     def on_fit_start(self, trainer: "Trainer", task: "Task") -> None:
-        """Raise ConfigError for optimizers whose update cannot be checked or skipped."""
+        """Raise ConfigError for optimizers whose updates cannot be checked or skipped."""
         optimizers, runs_step = trainer.optimizers, trainer.current_run.optimization.needs_closure
         if runs_step or (self.then == "skip" and len(optimizers) > 1):
             came = f"{type(optimizers[0]).__name__}, which evaluates the loss itself" if runs_step else "several"
@@ -167,7 +167,7 @@ class SpikeWatch(Callback):
         return is_left_out
 
     def _is_spike(self, trainer: "Trainer", step: int, values: dict[str, float]) -> bool:
-        """Record a step, and return whether it is a spike rather than a new level."""
+        """Record a step and return whether it is a spike rather than a new level."""
         is_told = step in self.spikes
         # the step may be repeated after a resume, or after processes change
         self._range = [row for row in self._range if row[0] < step][-self.window :]

@@ -83,7 +83,7 @@ class StragglerMonitor(Callback):
         self._began = self._began or self._loaded
 
     def on_step_end(self, trainer: "Trainer", task: "Task") -> None:
-        """Record this rank's own work in the step, and log at logging points."""
+        """Record this rank's own work in the step and log at logging points."""
         if trainer.world_size == 1 or self._loaded is None:  # a step without a batch on this rank
             return
         if self._began is not None:
@@ -123,7 +123,7 @@ class StragglerMonitor(Callback):
         self._last, self._ready = parameter, self._clock.stamp()
 
     def _own_work(self) -> float:
-        """Return this rank's seconds of own work per step since the last agreement, or 0 if there were no steps."""
+        """Return the seconds that this rank worked per step since the last agreement, or 0 if there were no steps."""
         spans, self._spans = self._spans, []
         times = [seconds for begin, end in spans if (seconds := self._clock.seconds(begin, end)) is not None]
         return sum(times) / len(times) if times else 0.0

@@ -83,7 +83,7 @@ def verify(
     devices: int | None = None,
     out: str | Path | None = None,
 ) -> Verification:
-    """Recompute random segments between checkpoints of a run, and write a certificate, without changing the run.
+    """Recompute random segments between a run's checkpoints and write a certificate, without changing the run.
 
     The estimated cost is printed first, and the certificate at the end.
 

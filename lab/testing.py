@@ -148,7 +148,7 @@ def _fit(
 
 
 def _train(make: Callable[[], "Strategy | str"], folder: Path) -> list[str]:
-    """Train in this process as one of the ranks, and return the broken rules. The list is the same on every rank."""
+    """Train in this process as one of the ranks and return the broken rules. The list is the same on every rank."""
     place = find_place()
     assert place is not None
     rank, size = place.rank, place.world_size

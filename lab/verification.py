@@ -81,7 +81,7 @@ class Segment:
 
 
 class Verification:
-    """Recomputes random segments of a run, and compares the results, without writing to the run directory."""
+    """Recomputes random segments of a run and compares the results, without writing to the run directory."""
 
     def __init__(
         self,
@@ -253,7 +253,7 @@ class Verification:
 def processes_for(start: Mapping[str, Any]) -> int:
     """Return the number of processes that recompute the steps of a launch.
 
-    If results must be bitwise identical, a number other than the run's is chosen if possible.
+    If the results must be bitwise identical, this number differs from the run's if possible.
     """
     before, replicas = int(start.get("processes") or 1), int(start.get("replicas") or 1)
     here = torch.accelerator.device_count() if torch.accelerator.is_available() else os.cpu_count() or 1
@@ -286,7 +286,7 @@ def compare(segment: Segment, replayed: Replayed, contents: Mapping[str, Any]) -
 
 
 def points_in(directory: Path) -> dict[int, dict[str, Any]]:
-    """Return the points that a replay logged, by step, without timestamps."""
+    """Return the points that a replay logged, keyed by step and without timestamps."""
     points = read_lines(directory / POINTS_FILE)
     return {point["step"]: {name: value for name, value in point.items() if name != "time"} for point in points}
 

@@ -31,7 +31,7 @@ class CSVLogger(Logger):
         self._recorded: set[str] = set()
 
     def open(self, run_dir: Path, resume_step: int | None) -> None:
-        """Read the file, and remove the rows for steps after `resume_step`."""
+        """Read the file and remove the rows for steps after `resume_step`."""
         super().open(run_dir, resume_step)
         self._path = Path(run_dir, METRICS_FILE)
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -79,7 +79,7 @@ class CSVLogger(Logger):
                 os.fsync(file.fileno())
 
     def finalize(self, status: str) -> None:
-        """Sync the file to disk, and write hyperparameters recorded before `open` to `hparams.yaml`."""
+        """Sync the file to disk and write hyperparameters recorded before `open` to `hparams.yaml`."""
         self.save()
         if self.hparams:
             self.log_hyperparams({})

@@ -48,7 +48,7 @@ class JSONLinesLogger(Logger):
         self._recorded: set[str] = set()
 
     def open(self, run_dir: Path, resume_step: int | None) -> None:
-        """Open the file, and remove the lines for steps after `resume_step`."""
+        """Open the file and remove the lines for steps after `resume_step`."""
         super().open(run_dir, resume_step)
         if self._in_run_dir:
             self.path = Path(run_dir) / POINTS_FILE

@@ -180,7 +180,7 @@ def wait_for_next_name(folder: Path) -> None:
     """Wait up to a second for the name of a new event file to sort after those in the folder.
 
     TensorBoard reads files in order of their names, which consist of the time in seconds, the process id and a
-    counter. Within the same second, 10 sorts before 9, so TensorBoard would read the older file last, and invalidate
+    counter. Within the same second, 10 sorts before 9, so TensorBoard would read the older file last and invalidate the
     newer points.
     """
     seconds = [path.name.split(".")[3] for path in folder.glob("events.out.tfevents.*")]

@@ -96,7 +96,7 @@ class DigitsData(DataModule):
     """The 1,797 digits in a stratified split: 1,257 for training, 270 for validation and 270 for testing.
 
     Args:
-        batch_size: Batch size of each replica.
+        batch_size: Batch size per replica.
         num_workers: Number of worker processes per loader.
         shift: Maximum random shift of training images in each direction, in pixels.
         split_seed: Seed for the split.

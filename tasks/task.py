@@ -251,14 +251,14 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
             on_epoch: Log the reduction over the epoch. Default: in `training_step`, True only if `on_step` is False;
                 elsewhere, True. If both are True, the metric is logged as `name_step` and `name_epoch`.
             reduce_fx: Reduction over batches and ranks: "mean", "sum", "min", "max" or a function.
-            sync_dist: Sum the values over all processes. Only needed with reduce_fx="sum" in a hook that runs once per
+            sync_dist: Sum the values over all processes. Needed only with reduce_fx="sum" in a hook that runs once per
                 step or epoch.
             add_dataloader_idx: With several loaders, append `/dataloader_idx_N` to the name.
             batch_size: Weight to use instead of the number of samples: a number or a tensor with one value.
             rank_zero_only: Log only rank 0's value.
             enable_graph, sync_dist_group, metric_attribute: Accepted for compatibility with Lightning; no effect.
 
-        Raises TaskError outside of a run.
+        Raises TaskError outside a run.
         """
         options = prog_bar, logger, on_step, on_epoch, reduce_fx, add_dataloader_idx, rank_zero_only, sync_dist
         # not through `self.trainer`: torch.compile would trace into the metrics and then warn about `.grad`

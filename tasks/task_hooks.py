@@ -47,7 +47,7 @@ class TaskHooks:
         """Called after each batch. For the last batch of a step, this is after the weight update."""
 
     def on_step_end(self) -> None:
-        """Called on every process at the end of each step, for example to average the weights."""
+        """Called on every process at the end of each step. You can use this hook to average weights, for example."""
 
     def on_before_backward(self, loss: torch.Tensor) -> None:
         """Called before each backward pass."""

@@ -92,7 +92,7 @@ def build_arguments(config: Config, arguments: Mapping[str, Any]) -> Mapping[str
 
 
 class _Builder(ValueChecker):
-    """Checks values again, and builds an object for each mapping with `_target_`."""
+    """Checks values again and builds an object for each mapping with `_target_`."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config.values)

@@ -363,7 +363,7 @@ class KeyChecker:
         return value, self.arguments(value, key, path.rpartition(".")[2], self.signature(path))[1]
 
     def arguments(self, value: Mapping[str, Any], key: Key, owner: str, signature: Signature) -> Fitted:
-        """Check the arguments in a mapping, and convert each to the type of its parameter."""
+        """Check the arguments in a mapping and convert each to the type of its parameter."""
         parameters, fitted, mistakes = signature.parameters, {}, list[Problem]()
         # an entry cannot be a partial: the trainer needs the task itself
         nested = TARGET in value and not is_entry(key)
@@ -404,7 +404,7 @@ class KeyChecker:
 
 # --- values -----------------------------------------------------------------------------------------------------------
 class ValueChecker(KeyChecker):
-    """Imports the classes in a config, and checks each argument against its annotation."""
+    """Imports the classes in a config and checks each argument against its annotation."""
 
     def signature(self, path: str) -> Signature:
         """Return the arguments of the object at a dotted path, with their types."""

@@ -95,14 +95,14 @@ def dotted(key: Key) -> str:
 
 # --- text -------------------------------------------------------------------------------------------------------------
 class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader with the scalars of YAML 1.2."""
+    """PyYAML's safe loader, with the scalar types of YAML 1.2."""
 
     # a separate dict, since add_implicit_resolver would modify SafeLoader's
     yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012  (PyYAML's own declaration)
 
 
 class _Dumper(yaml.SafeDumper):
-    """Dumper that writes no aliases, and quotes strings that YAML 1.1 or 1.2 would read as another type."""
+    """Dumper that writes no aliases and quotes strings that YAML 1.1 or 1.2 would read as another type."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012
         first: list(pairs) for first, pairs in yaml.SafeDumper.yaml_implicit_resolvers.items()
@@ -471,7 +471,7 @@ def _refuse_unused_vars(merged: Layer) -> None:
 
 
 def _resolve(merged: Layer, defaults: Mapping[str, Any]) -> Layer:
-    """Replace every interpolation with its value, and keep the origin of the interpolation."""
+    """Replace every interpolation with its value and keep the origin of the interpolation."""
     texts = [(key, text) for key, text in _texts(merged.values) if "${" in text]
     if not texts:
         return merged

@@ -77,7 +77,7 @@ class KubernetesLauncher(Launcher):
             raise ConfigError("launcher=kubernetes: set launcher.image to an image with torch, Legato and the task.")
 
     def start(self, command: str, config: "Config", machines: Machines) -> int:
-        """Apply or print the manifests, and return 0. Raises WorkerError if kubectl fails."""
+        """Apply or print the manifests and return 0. Raises WorkerError if kubectl fails."""
         manifests = yaml.dump_all(self.manifests(command, config, machines), Dumper=ManifestDumper, sort_keys=False)
         if self.dry_run:
             print(manifests, end="")

@@ -31,16 +31,16 @@ class Launcher:
     """Options and overrides for the command, such as --quiet and task.lr=0.1."""
 
     def launch(self, command: str, config: "Config") -> int:
-        """Start `legato COMMAND` with a config, and return the exit code. Raises ConfigError if it cannot start."""
+        """Start `legato COMMAND` with a config and return the exit code. Raises ConfigError if it cannot start."""
         # without the launcher, which the started command would otherwise use again
         return self.start(command, config.changed(launcher=None), machines_of(config, self.name))
 
     def start(self, command: str, config: "Config", machines: Machines) -> int:
-        """Start `legato COMMAND` with a config on these machines, and return the exit code."""
+        """Start `legato COMMAND` with a config on these machines and return the exit code."""
         raise NotImplementedError
 
     def call_tool(self, *words: str, text: str = "") -> str:
-        """Run a cluster's tool with `text` as input, and return its output. Raises WorkerError if the tool fails."""
+        """Run a cluster's tool with `text` as input and return its output. Raises WorkerError if the tool fails."""
         try:
             done = subprocess.run(words, input=text, capture_output=True, text=True, check=False)
         except OSError as error:

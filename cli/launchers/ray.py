@@ -116,7 +116,7 @@ class RayLauncher(Launcher):
         return group
 
     def _run(self, group: Any, machines: Machines, command: str, config: str, signals: list[int]) -> int:
-        """Start an actor in each bundle, and wait until all have exited."""
+        """Start an actor in each bundle and wait until all have exited."""
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 

@@ -78,7 +78,7 @@ class SlurmLauncher(Launcher):
                 )
 
     def start(self, command: str, config: "Config", machines: Machines) -> int:
-        """Submit the job or print the script, and return 0. Raises WorkerError if sbatch fails."""
+        """Submit the job or print the script and return 0. Raises WorkerError if sbatch fails."""
         values = config.values
         if (self.folder is None or values["resume"] != "auto") and address_problem(values["run"]["root"]):
             raise ConfigError(

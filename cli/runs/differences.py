@@ -18,7 +18,7 @@ def config_of(run: RunDirectory) -> dict[str, str]:
 
 
 def differing_values(runs: Sequence[RunDirectory]) -> list[dict[str, str]]:
-    """Return each run's non-default values that differ among runs of the same task, by the key's short name."""
+    """Return each run's non-default values that differ among runs of the same task, keyed by short name."""
     configs = [config_of(run) for run in runs]
     # per task, since runs of different tasks differ in most keys
     tasks = {config.get(TASK) for config in configs}

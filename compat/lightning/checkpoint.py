@@ -1,9 +1,9 @@
 """Checkpoints in Lightning's format: files of plain containers and tensors that `torch.load` can read.
 
 The file has Lightning's keys. The additional state that Legato needs for an exact resume (replicas, positions in the
-data, the epoch's sums, fingerprint) is stored under the `legato` key, which Lightning ignores. Values that contain
-code, such as a module among the hyperparameters, are stored as nested pickles, which `torch.load` reads only with
-weights_only=False. By default, `read` omits nested pickles that this process did not write.
+data, the epoch's sums and the fingerprint) is stored under the `legato` key, which Lightning ignores. Values that
+contain code, such as a module among the hyperparameters, are stored as nested pickles, which `torch.load` reads only
+with weights_only=False. By default, `read` omits nested pickles that this process did not write.
 """
 
 import hashlib
@@ -318,7 +318,7 @@ class LightningFile:
     def read(self, path: Path, ranks: Any, names: Collection[str], in_parts: Collection[str]) -> dict[str, Any]:
         """Read a checkpoint from Legato or Lightning, or the weights in another program's file.
 
-        If the checkpoint contains averaged weights, return these weights unless a callback continues the averaging.
+        If the checkpoint contains averaged weights, return those unless a callback continues the averaging.
         """
         contents = self._read(path, ranks, names, in_parts)
         added = self.trainer.current_run.task.configure_callbacks() or []

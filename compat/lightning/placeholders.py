@@ -44,7 +44,7 @@ def internal_name_message(owner: object, name: str) -> str:
 
 
 def overridden(owner: object, names: Iterable[str]) -> list[str]:
-    """Return the given method names that one of the program's classes overrides."""
+    """Return those of the given method names that one of the program's classes overrides."""
     room = __name__.partition(".")[0]
     defined = {name for kind in type(owner).__mro__ if kind.__module__.partition(".")[0] != room for name in vars(kind)}
     return sorted(defined.intersection(names))

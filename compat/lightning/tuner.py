@@ -1,4 +1,4 @@
-"""Tuner: searches, before a run, for a good learning rate or for the largest batch size that fits in memory.
+"""Tuner: before a run, searches for a good learning rate or the largest batch size that fits in memory.
 
 Each search trains a copy of the module with a copy of the trainer. The original module and trainer and the random
 number generators are left unchanged, and nothing is written to disk.
