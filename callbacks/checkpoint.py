@@ -291,7 +291,7 @@ class Checkpoint(CheckpointCallback):
         if trainer.sanity_checking or trainer.stage != "fit":
             return
         here = fresh if self.save_on_train_epoch_end is None else not self.save_on_train_epoch_end
-        due = trainer.global_step in (self._newest_step, self._due_step)  # saved before validation
+        due = trainer.global_step in (self._newest_step, self._due_step)  # a checkpoint was saved before validation
         if (here and self._is_epoch_due(trainer)) or (fresh and due):
             self.save(trainer)
 
@@ -312,7 +312,7 @@ class Checkpoint(CheckpointCallback):
         trained = self._metric is not None and self._metric.is_from_training(trainer)
         if here is None:
             here = self._metric is None or trained
-        due = trained and trainer.global_step in (self._newest_step, self._due_step)  # as after a validation
+        due = trained and trainer.global_step in (self._newest_step, self._due_step)  # as in on_validation_end
         if (here and self._is_epoch_due(trainer)) or due:
             self.save(trainer)
 
@@ -362,7 +362,7 @@ class Checkpoint(CheckpointCallback):
             return
         step, entries = trainer.global_step, self.index.checkpoints
         score = self._score(trainer, between=always and trainer.state.epoch_steps > 0)
-        # already saved, maybe before validation: the weights are the same, so only update the index
+        # already saved, possibly before validation: the weights are the same, so only update the index
         if step <= self._newest_step:
             if score is not None:
                 name = next(reversed(entries))
@@ -373,7 +373,7 @@ class Checkpoint(CheckpointCallback):
         if not always and NEW not in kept:
             return
         name = self._name(trainer, plain=True) if always else self._free_name(self._name(trainer), kept)
-        # collective: `kept` is equal on all ranks, so either all ranks get here or none
+        # a collective: `kept` is equal on all ranks, so either all ranks or none get here
         if trainer.nan == "ignore" and trainer.current_run.bad_weights():
             log.warning("Step %d was not saved, because its non-finite weights would replace finite ones.", step)
             return

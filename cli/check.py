@@ -198,7 +198,7 @@ def try_stages(config: "Config", original: "ConfiguredRun", folder: Path, report
     trial = attempt("fit", config, original, folder, report).trainer
     is_launched = find_place(trainer.cluster) is not None
     if is_launched:
-        trial.strategy.collectives.barrier()  # until all records are written
+        trial.strategy.collectives.barrier()  # wait until all records are written
     saved = None
     if trial.run_dir is not None:
         report.records, newest = read_records(trial.run_dir), find.newest_complete(trial.run_dir / CHECKPOINTS)

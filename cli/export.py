@@ -127,7 +127,7 @@ def export_model(source: Location, partial: Path, words: Sequence[str]) -> None:
     write, compute = MODELS[partial.suffix]
     with torch.no_grad(), warnings.catch_warnings():
         expected = tensors_in(task(*arguments, **options))
-        warnings.simplefilter("ignore")  # from the exporters
+        warnings.simplefilter("ignore")  # warnings from the exporters
         try:
             write(task, arguments, options, shapes, partial)
         except ImportError as error:

@@ -173,7 +173,7 @@ def measure_activations(task: "Task", batch: Any, recomputed: Sequence[str], pre
         try:
             with precision.forward_context(), saved_tensors_hooks(pack, lambda tensor: tensor):
                 task.training_step(*arguments)
-        except Exception as error:  # such as an access to values or to the run
+        except Exception as error:  # such as reading values or using the run
             reason = str(error).partition("\n")[0]
             raise ConfigError(f"training_step fails on fake tensors: {type(error).__name__}: {reason:.100}") from error
         finally:

@@ -49,7 +49,7 @@ class FineTuning(lg.Task):
         return get_peft_model(net, lora) if lora_rank else net
 
     def step(self, batch, name):
-        # position_ids tell the model where documents begin, but only without a cache and a mask
+        # position_ids tell the model where documents begin, unless there is a cache or a mask
         loss = self.model(**batch, use_cache=False).loss
         tokens = (batch["labels"][:, 1:] != NO_LOSS).sum()
         self.log(name, loss, prog_bar=True, batch_size=tokens)

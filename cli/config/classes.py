@@ -53,7 +53,7 @@ def _arguments_in(file: Path, module: str, name: str) -> list[str] | None:
         return None
     init, arguments = methods.get("__init__"), list[str]()
     if init is not None:
-        arguments = _of_function(init)[1:]  # without self
+        arguments = _of_function(init)[1:]  # leave out self
         if init.args.kwarg is None:
             return arguments
         # otherwise the source does not show which arguments **kwargs may contain
@@ -138,7 +138,7 @@ def signature_of(target: Any) -> Signature:
     """Return the parameters of a class or function, including those of base classes that receive its `**kwargs`."""
     try:
         arguments = inspect.signature(target).parameters.values()
-    except (TypeError, ValueError):  # implemented in C
+    except (TypeError, ValueError):  # the class is implemented in C
         return Signature({}, True)
     # hints of __init__; inspect.signature also covers __new__, partials and wrappers
     function = target.__init__ if isinstance(target, type) else target  # type: ignore[misc]

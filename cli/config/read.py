@@ -404,7 +404,7 @@ def _shown(path: Path) -> str:
     """Return a path as shown in messages: relative if it is below the working directory."""
     try:
         return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
-    except OSError:  # the working directory is gone
+    except OSError:  # the working directory was deleted
         return str(path)
 
 
@@ -552,7 +552,7 @@ def _with_secrets(layer: Layer, texts: Sequence[tuple[Key, str]]) -> Layer:
             if value and any(_SECRET.search(str(word)) for word in (name, *key[-2:])):
                 variables[value] = name
                 if not isinstance(reduce(getitem, key, layer.values), str):
-                    secrets[key] = text  # a number
+                    secrets[key] = text  # the value is a number
     for key, value in _texts(layer.values) if variables else ():
         stored = escape(value)
         for secret, name in variables.items():

@@ -52,7 +52,7 @@ def load_to_fit(arguments: Sequence[str], before_imports: Callable[[Mapping[str,
     # the run's current location, since its folder may have been moved
     run_section = stored.values["run"] | {name: place_of_run[name] for name in ("root", "name")}
     place = find_place(stored.values["trainer"]["cluster"])
-    # on rank 0 only
+    # only on rank 0
     if place is None or place.rank == 0:
         _warn_of_differences(run, config, stored)
     # passed to fit, which must resume this run even if a newer one ends in the meantime
@@ -101,7 +101,7 @@ def _origins(run: Path, stored: Config) -> dict[Key, str]:
     path = run / GIVEN_CONFIG
     try:
         explicit = parse_yaml(path.read_text(encoding="utf-8"), str(path)).origins
-    except (OSError, UnicodeDecodeError, ConfigError):  # missing, or edited
+    except (OSError, UnicodeDecodeError, ConfigError):  # the file may be missing or edited
         return stored.origins
     return {
         key: origin if key in explicit or origin.startswith(("override", "default")) else "default"

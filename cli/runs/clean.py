@@ -125,7 +125,7 @@ def delete_locked(deletion: Deletion) -> bool:
 def remove_empty(run: Path) -> bool:
     """Delete a run's folder if it is empty. Otherwise, print the files left in it. Return whether it was deleted."""
     try:
-        run.rmdir()  # fails if a file is left, or if a new run has started
+        run.rmdir()  # fails if a file is left or if a new run has started
     except OSError:
         names = ", ".join(sorted(path.name for path in run.iterdir()))
         print(f"{run} was kept, because Legato did not write {names}.")

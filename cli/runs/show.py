@@ -61,7 +61,7 @@ def start_rows(run: RunDirectory) -> list[list[str]]:
         code = start["git"] or {}
         commit = f", commit {str(code['commit'])[:10]}" if code.get("commit") else ""
         changed = f" and {code['diff_file']}" if code.get("diff_file") else ""
-    except (IndexError, KeyError, TypeError, AttributeError, ValueError):  # missing, or edited
+    except (IndexError, KeyError, TypeError, AttributeError, ValueError):  # the file may be missing or edited
         return []
     return [["by", shlex.join([Path(program).name, *words])], ["on", where + commit + changed]]
 

@@ -205,7 +205,7 @@ class Trainer(TrainerAttributes):
 
         Until the Trainer method returns, Lightning callbacks also have the module's `log` and `log_dict` methods.
         """
-        if self.fit_as_lightning not in self.callbacks:  # removed in `setup` of the last run
+        if self.fit_as_lightning not in self.callbacks:  # the last run's `setup` removed it
             self.callbacks.insert(0, self.fit_as_lightning)
         for owner in owners:
             if isinstance(owner, CallbackOfLightning):
@@ -404,7 +404,7 @@ class Trainer(TrainerAttributes):
     def _status(self, function: TrainerFn) -> Iterator[None]:
         """Record in `state` which method is running and whether it succeeded, and apply the seed."""
         place, seed = find_place(self.cluster), torch.initial_seed()
-        if not self.running and (place is None or place.origin != "legato"):  # set in worker processes
+        if not self.running and (place is None or place.origin != "legato"):  # not in worker processes
             count = self.strategy.local_processes(self.device_list)
             if place is None and count > 1 and self.num_nodes == 1 and self.starts_script:
                 start_ranks(count, seed & 0xFFFFFFFF)

@@ -320,7 +320,7 @@ def trial_of(trainer: "Trainer", task: Task, *data: Any) -> Iterator[tuple["Trai
     finally:
         for module, before in modules:
             module.__dict__["trainer"] = before
-        # drops the last reference to the copy, so that gc frees its memory below
+        # drop the last reference to the copy, so that gc frees its memory below
         copied = task
         garbage_collection_cuda()
 
