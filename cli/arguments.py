@@ -6,7 +6,7 @@ from ..base.arguments import argument_texts
 from ..base.errors import ConfigError, did_you_mean
 from .config.read import MOVED, SECTION_OF, SECTIONS, ready_configs
 
-A_RUN = "a run directory, or a run name such as digits, which selects its newest run below runs/"
+A_RUN = "a run directory, or a run name such as digits for the newest run with this name in runs/"
 STATES = ("running", "done", "failed", "preempted")
 SORTS = ("time", "name", "best", "step", "duration")
 CONFIGURED = ("fit", "validate", "test", "predict", "config", "sweep", "check", "plan")
@@ -54,7 +54,13 @@ def add_arguments(parser: ArgumentParser, name: str) -> None:
     elif name == "sweep":
         add("--random", type=int, metavar="N", help="run N trials with random values")
         add("--optuna", type=int, metavar="N", help="run N trials with values that Optuna chooses")
-        add("--jobs", type=int, default=1, metavar="N", help="parallel trials, each on its own GPUs (default: 1)")
+        add(
+            "--jobs",
+            type=int,
+            default=1,
+            metavar="N",
+            help="trials at a time, each on its own GPUs (default: 1)",
+        )
         add("--metric", metavar="NAME", help="metric to rank trials by (default: the one that a callback monitors)")
         add("--mode", choices=("min", "max"), help="whether smaller or larger values are better")
     elif name == "plan":
@@ -92,7 +98,7 @@ def _add_run_arguments(parser: ArgumentParser, name: str) -> None:
         add("--state", choices=STATES, help="list only runs in this state")
         add("--sort", choices=SORTS, default="time", help="sort order; newest, best or longest last (default: time)")
     elif name == "show":
-        add("run", metavar="RUN", nargs="?", default="runs", help=f"{A_RUN} (default: the newest run below runs/)")
+        add("run", metavar="RUN", nargs="?", default="runs", help=f"{A_RUN} (default: the newest run in runs/)")
     elif name == "compare":
         add("runs", metavar="RUN", nargs="+", help=f"two or more runs, each {A_RUN}; or two operation files, x.jsonl")
         add("--bits", action="store_true", help="find the first step, tensor and operation at which two runs differ")

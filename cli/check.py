@@ -146,7 +146,7 @@ def run_check(options: Namespace) -> None:
         indented = [problem.replace("\n", "\n     ") for problem in report.problems]
         listed = "\n".join(f"  {index + 1}. {problem}" for index, problem in enumerate(indented))
         raise ConfigError(f"the check found {counted(len(report.problems), 'problem')}:\n{listed}")
-    print("All is well.")
+    print("No problems found.")
 
 
 def check_config(config: "Config") -> Report:
@@ -178,7 +178,7 @@ def temporary_folder(original: "ConfiguredRun", report: Report) -> Iterator[Path
     try:
         made = TemporaryDirectory(prefix=".check-", dir=nearest(root), ignore_cleanup_errors=True)
     except OSError as error:
-        report.problems.append(f"Cannot write to the run root {root}: {error.strerror}. Set another run.root.")
+        report.problems.append(f"Cannot write to the run root {root}: {error.strerror}. Choose another run.root.")
         made = TemporaryDirectory(prefix="legato-check-", ignore_cleanup_errors=True)
     with made as folder:
         yield Path(folder)
@@ -318,8 +318,8 @@ def check_monitors(run: "ConfiguredRun", report: Report) -> None:
     if late and first is not None and total is not None and total < first:
         limit = f"max_steps={trainer.max_steps}" if total == trainer.max_steps else f"max_epochs={trainer.max_epochs}"
         report.problems.append(
-            f"{limit} ends before the first validation (step {first}), which logs {', '.join(late)}. Train longer, "
-            f"or validate earlier (val_check_interval)."
+            f"{limit} ends training before the first validation (step {first}), which logs {', '.join(late)}. Train "
+            f"longer, or validate earlier (val_check_interval)."
         )
     for user, name in [*monitored, *(("A learning rate scheduler", name) for name in record.plateaus)]:
         if name not in record.logged:
@@ -353,7 +353,7 @@ def check_disk_space(run: "ConfiguredRun", report: Report) -> None:
         if asked > free:
             report.problems.append(
                 f"Checkpoints will take {format_bytes(asked)} in {folder}, which has {format_bytes(free)} free: "
-                f"{format_bytes(size)} each{beside}. Free some space, keep fewer (save_top_k), or set run.root."
+                f"{format_bytes(size)} each{beside}. Free some space, lower save_top_k, or set run.root."
             )
 
 

@@ -90,7 +90,7 @@ def export_weights(source: Location, target: Path) -> int:
     unsupported = [name for name, value in weights.items() if getattr(value, "dtype", None) not in DTYPE_NAMES]
     if unsupported:
         raise CheckpointError(
-            f"{source}: a safetensors file can only store plain tensors, which {', '.join(unsupported[:4])} are not."
+            f"{source}: a safetensors file can only store plain tensors; these are not: {', '.join(unsupported[:4])}."
         )
     with storage.whole_file(target) as partial:
         write_tensors(HashedFile(partial), {name: torch.as_tensor(value) for name, value in weights.items()})
@@ -165,7 +165,7 @@ def require_forward(task: Task) -> None:
     if type(task).forward is Task.forward or task.example_input_array is None:
         raise TaskError(
             f"{type(task).__name__} has no {'forward' if type(task).forward is Task.forward else 'example_input_array'}"
-            f". Export needs forward and an example_input_array: a tensor, or a tuple or dict of arguments."
+            f". Exporting a model requires forward and example_input_array (a tensor, or a tuple or dict of arguments)."
         )
 
 

@@ -40,7 +40,7 @@ GROUPS = {
         "validate": Command(".run:run_validate", "Evaluate the task on its validation data."),
         "test": Command(".run:run_test", "Evaluate the task on its test data."),
         "predict": Command(".run:run_predict", "Write the task's predictions for its prediction data."),
-        "sweep": Command(".sweep:run_sweep", "Run a config with many values. Repeat the command to continue."),
+        "sweep": Command(".sweep:run_sweep", "Train with many values of some keys. Repeat the command to continue."),
     },
     "configs": {
         "config": Command(".run:run_config", "Print the resolved config with the origin of each value."),
@@ -61,7 +61,7 @@ GROUPS = {
     },
     "other": {
         "lightning": Command("..compat.lightning.script:run_lightning", "Run a script written for PyTorch Lightning."),
-        "completion": Command(".completion:run_completion", "Print a script that completes commands and keys."),
+        "completion": Command(".completion:run_completion", "Print a completion script for your shell."),
     },
 }
 COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}

@@ -192,7 +192,7 @@ class Plan:
         self.values = config.values["trainer"]
         if not self.values["use_distributed_sampler"]:
             raise ConfigError(
-                "legato plan cannot count steps if use_distributed_sampler=False: the loaders already shard the data."
+                "legato plan cannot count steps when use_distributed_sampler=False: the loaders already shard the data."
             )
         self.run = run = UnstartedRun(config)
         self.replicas: int = self.values["replicas"] or run.parts.batches
@@ -233,7 +233,7 @@ class Plan:
         yield "Total steps", "unknown" if total is None else f"{total:,}"
         yield "Parameters", f"{self.state.parameters:,}"
         if parts.weights is None:
-            yield "State", f"{self.state.describe()}; the task decides how processes share it"
+            yield "State", f"{self.state.describe()}; the task decides how to split it among processes"
             rank = None
         else:
             rank = self.state.of_rank(parts.weights, parts.optimizer)

@@ -75,7 +75,7 @@ def outside_of_runs(word: str, option: str) -> Path:
     if inside is not None:
         raise ConfigError(
             f"{option}{word} is inside the run directory {inside}, which must not change. Choose another folder, or "
-            f"leave out {option.rstrip(' =')}."
+            f"omit {option.rstrip(' =')}."
         )
     return folder
 

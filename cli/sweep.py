@@ -349,7 +349,7 @@ class Sweep:
         left = self.count - sum(bool(trial.state) for trial in self.trials)
         failed = sum(trial.state == "failed" for trial in self.trials)
         if left:
-            print(f"{left} trials are unfinished. Repeat the command to continue.", file=STDOUT, flush=True)
+            print(f"Trials left to run: {left}. Repeat the command to continue.", file=STDOUT, flush=True)
         if self.signals:
             raise_for_signal(self.signals[0])
         if left:

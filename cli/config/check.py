@@ -388,7 +388,7 @@ class KeyChecker:
             if parameter.required and name not in value and name not in positional and not is_partial:
                 kind = "" if parameter.type is Any else f" ({name_of(parameter.type)})"
                 hint = f" If your code passes it, write {PARTIAL}: true." if nested else ""
-                mistakes.append(Problem((*key, name), f"is missing: {owner} needs it{kind}.{hint}"))
+                mistakes.append(Problem((*key, name), f"is missing: {owner} requires it{kind}.{hint}"))
         return fitted, mistakes
 
     def _section_meant(self, name: Any) -> str:
@@ -430,7 +430,7 @@ def find_target(value: Mapping[str, Any], key: Key, base: type) -> Any:
         raise ConfigError(f"must be a dotted path to a class, not {describe(path)}.")
     # a config may come from an untrusted source, and os.system is a function
     if nested and path.partition(".")[0] in sys.stdlib_module_names and path not in BUILDABLE:
-        raise ConfigError(f"{path!r} is rejected: from the standard library, only {', '.join(BUILDABLE)} are allowed.")
+        raise ConfigError(f"{path!r} is rejected: configs may use only {', '.join(BUILDABLE)} of the standard library.")
     try:
         target = load(path)
     except ConfigError as error:

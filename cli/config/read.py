@@ -191,7 +191,7 @@ class _NodeReader:
                 raise ConfigError(f"{place}: {name_node.value or 'null'!r} cannot be a key.")
             if name in values:
                 first = self.origins[inner]
-                raise ConfigError(f"{place}: duplicate key {name!r}, first at {first}. Remove one of them.")
+                raise ConfigError(f"{place}: duplicate key {name!r}, first set at {first}. Remove one of them.")
             values[name] = self.value(value_node, inner, place)
         return values
 
@@ -367,7 +367,7 @@ def find_config_file(path: Path, above: tuple[Path, ...] = ()) -> Path:
     place = f"{_shown(above[-1])} extends {_shown(path)}, which" if above else f"Config file {str(path)!r}"
     near = did_you_mean(path.name, [*siblings, *ready_configs()])
     hint = f" Did you mean {str(path / CONFIG)!r}?" if stored else near
-    raise ConfigError(f"{place} was not found. Legato's configs: {', '.join(ready_configs()) or 'none'}.{hint}")
+    raise ConfigError(f"{place} was not found. Configs in Legato: {', '.join(ready_configs()) or 'none'}.{hint}")
 
 
 def project_configs() -> Path | None:

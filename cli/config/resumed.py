@@ -90,7 +90,7 @@ def _differences(config: Config, stored: Config) -> Iterator[str]:
         if key[0] in OF_THE_COMMAND or secret or origin.startswith(("default", "override")):
             continue
         if key not in stored_values:
-            yield f"{dotted(key)} is {format_value(value)} in {origin}, but not in the run's config"
+            yield f"{dotted(key)} is {format_value(value)} in {origin}, but missing from the run's config"
         elif not same(value, stored_values[key]):
             value_of_run = format_value(stored_values[key])
             yield f"{dotted(key)} is {value_of_run} in the run, not {format_value(value)} ({origin})"

@@ -90,8 +90,8 @@ class RayLauncher(Launcher):
             reason = " ".join(str(error).split())[:300]
             # a missing token raises the same error, which does not mention it
             remedy = (
-                "Check that `ray start --head` has run there, that `ray status` works here, that both have the same "
-                "versions of Ray and Python, and, if `ray start` mentioned token authentication, that "
+                "Check that `ray start --head` has run there, that `ray status` works here, that both machines have "
+                "the same versions of Ray and Python, and, if `ray start` mentioned token authentication, that "
                 "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH (or RAY_AUTH_TOKEN) are set here."
             )
             raise WorkerError(f"launcher=ray cannot {target} ({type(error).__name__}: {reason}). {remedy}") from error
@@ -193,7 +193,7 @@ class RayNode:
         if not Path(self.folder).is_dir():
             return (
                 1,
-                f"The folder {self.folder} does not exist. All nodes must share the folder in which the run starts.",
+                f"The folder {self.folder} does not exist. All nodes must share the folder where the run starts.",
             )
         with tempfile.TemporaryDirectory(prefix="legato-") as folder:
             path = Path(folder) / "run.yaml"

@@ -48,7 +48,7 @@ def run_clean(arguments: Namespace) -> None:
         print(f"{DELETABLE[kind]}: {len(listed)}, {total}")
         for deletion in listed:
             print(f"  {deletion.path}  {format_bytes(deletion.size)}{deletion.note}")
-        if not arguments.dry_run and (arguments.yes or confirmed(f"Delete {len(listed)}, {total}?")):
+        if not arguments.dry_run and (arguments.yes or confirmed(f"Delete {counted(len(listed), 'folder')}, {total}?")):
             print(f"{counted(sum(map(delete_locked, listed)), 'folder')} deleted")
 
 

@@ -79,9 +79,12 @@ def test_check_and_sweep_say_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     best = "best: {_target_: legato.callbacks.Checkpoint, monitor: val/loss, dirpath: best}\n"
     Path("points.yaml").write_text(f"{CONFIG}  {best}".replace("num_sanity_val_steps: 0", "num_sanity_val_steps: 1"))
     done = legato("check", "points.yaml", "trainer.max_steps=3", fails=True)
-    assert "max_steps=3 ends before the first validation (step 5), which logs 'val/loss' (Checkpoint)" in done.stderr
-    assert "All is well" in legato("check", "points.yaml", "trainer.max_steps=5").stdout
-    assert "All is well" in legato("check", "points.yaml", "trainer.max_steps=3", "callbacks.best=null").stdout
+    assert (
+        "max_steps=3 ends training before the first validation (step 5), which logs 'val/loss' (Checkpoint)"
+        in done.stderr
+    )
+    assert "No problems found" in legato("check", "points.yaml", "trainer.max_steps=5").stdout
+    assert "No problems found" in legato("check", "points.yaml", "trainer.max_steps=3", "callbacks.best=null").stdout
     legato("sweep", "points.yaml", "trainer.max_steps=3", "task.rate=0.1,0.2", fails=True)
     logs = [path.read_text() for path in Path("runs").rglob("log.txt")]
-    assert [log.count("max_steps=3 ends before the first validation, at step 5") for log in logs] == [1, 1]
+    assert [log.count("max_steps=3 ends training before the first validation, at step 5") for log in logs] == [1, 1]

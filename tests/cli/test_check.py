@@ -83,7 +83,7 @@ def test_all_is_well_and_nothing_is_left(folder: Path) -> None:
         "Logged          loss, val/loss\n",
     ):
         assert words in first.stdout
-    assert first.stdout.endswith("All is well.\n")
+    assert first.stdout.endswith("No problems found.\n")
     assert files(folder) == before
 
 

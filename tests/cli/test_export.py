@@ -133,7 +133,7 @@ def test_what_cannot_be_exported_is_refused_and_leaves_nothing(
     assert "Named.forward does not accept example_input_array: " in capsys.readouterr().err
     use(folder, "Line")
     assert main(["export", "run", "net.pt2"]) == 1
-    assert "Line has no example_input_array. Export needs forward" in capsys.readouterr().err
+    assert "Line has no example_input_array. Exporting a model requires forward" in capsys.readouterr().err
     (folder / "net.py").write_text(TASK)
     (folder / "plain.py").write_text(TASK)
     (folder / "run" / "config.yaml").write_text(CONFIG.replace("line.Line", "plain.Line"))

@@ -377,7 +377,7 @@ def test_clean_asks(capsys, monkeypatch, answer, deleted):
 
     monkeypatch.setattr(sys, "stdin", Terminal())
     monkeypatch.setattr("builtins.input", lambda question: print(question) or answer.strip())
-    assert "Delete 1, " in said(capsys, "clean")
+    assert "Delete 1 folder, " in said(capsys, "clean")
     assert (left() == []) == deleted
 
 

@@ -247,7 +247,7 @@ def test_a_sweep_that_is_ended_or_killed_goes_on() -> None:
         os.kill(process.pid, number)
         out, _ = finished(process, code)
         if number != signal.SIGKILL:
-            assert "2 trials are unfinished. Repeat the command to continue." in out
+            assert "Trials left to run: 2. Repeat the command to continue." in out
             assert not trial_processes()
         wait_for(lambda: not trial_processes())
     out, _ = finished(sweep(*words), 0)
