@@ -77,14 +77,14 @@ def named(run: Call, error: BaseException) -> BaseException:
         error = describe_exit(run, error)
     if isinstance(error, RuntimeError) and str(error).startswith(SECOND_BACKWARD) and run.task.automatic_optimization:
         return TaskError(
-            f"Backward ran twice through one graph. Legato calls loss.backward() itself: if "
-            f"{type(run.task).__name__}.training_step calls it too, only return the loss, or set "
+            f"Backward ran twice on the same graph. Legato calls loss.backward() itself: if "
+            f"{type(run.task).__name__}.training_step also calls it, just return the loss, or set "
             f"self.automatic_optimization = False. To keep a tensor between batches, store tensor.detach()."
             f"{correction('loss.backward()', 'return loss')}"
         )
     if isinstance(error, RuntimeError) and any(text in str(error) for text in DEVICES_DIFFER):
         example = correction("noise = torch.zeros(8)", "noise = torch.zeros(8, device=self.device)")
-        return TaskError(f"An operation got tensors on different devices: {error}{example}")
+        return TaskError(f"An operation received tensors on different devices: {error}{example}")
     if isinstance(error, NotImplementedError) and "storage of SparseTensorImpl" in str(error):
         return TaskError(
             "A parameter has a sparse gradient but is not in an Embedding(sparse=True), so DDP cannot reduce it. Look "

@@ -181,7 +181,7 @@ class Preemption:
         saved = f"the checkpoint {path} is complete" if path is not None else "there is nothing to save"
         code = "" if number == signal.SIGINT else f" Exit code {RESUME_ME} requests a restart."
         again = "" if self._replays else f"{code} Use resume=auto to continue."
-        log.warning("%s: stopped at step %d, %s.%s", name, trainer.global_step, saved, again)
+        log.warning("%s: stopped at step %d; %s.%s", name, trainer.global_step, saved, again)
         if trainer.requeue and number != signal.SIGINT:  # Ctrl-C comes from a person, not from SLURM
             requeue_job(number)
 

@@ -191,10 +191,7 @@ class RayNode:
     def run(self, command: list[str], config: str, nodes: int, rank: int, host: str, port: int) -> tuple[int, str]:
         """Run a command with options as node `rank` of `nodes`, and return its exit code and last lines of output."""
         if not Path(self.folder).is_dir():
-            return (
-                1,
-                f"The folder {self.folder} does not exist. All nodes must share the folder where the run starts.",
-            )
+            return 1, f"The folder {self.folder} does not exist. All nodes must share the folder where the run starts."
         with tempfile.TemporaryDirectory(prefix="legato-") as folder:
             path = Path(folder) / "run.yaml"
             path.write_text(config, encoding="utf-8")

@@ -161,10 +161,10 @@ class AcceleratorConnector:
             self._devices_flag = [device.index or 0 for device in self._parallel_devices]
 
     def _choose_strategy(self) -> Any:  # private in Lightning; packages override it for their devices
-        raise UnsupportedError("Trainer creates its strategy. Select it with Trainer(strategy='ddp').")
+        raise UnsupportedError("The Trainer creates the strategy. Choose one with Trainer(strategy='ddp').")
 
     def _check_and_init_precision(self) -> Any:  # private in Lightning; packages override it
-        raise UnsupportedError("Trainer creates its precision. Select it with Trainer(precision='bf16-mixed').")
+        raise UnsupportedError("The Trainer creates the precision. Choose one with Trainer(precision='bf16-mixed').")
 
 
 def register_classes(registry: Any, method: str, module: ModuleType, parent: type) -> None:

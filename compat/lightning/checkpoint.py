@@ -356,5 +356,5 @@ class LightningFile:
         """Delete a file that this run wrote. Raises CheckpointError for any other file."""
         if run_of(path) != run:
             reason = "another run wrote it" if path.exists() else "it does not exist"
-            raise CheckpointError(f"{path} is not removed: {reason}.")
+            raise CheckpointError(f"{path} was not removed: {reason}.")
         path.unlink()

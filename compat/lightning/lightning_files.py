@@ -43,13 +43,13 @@ def contents_of(trainer: Any, path: Path, saved: Mapping[str, Any]) -> dict[str,
 def _log_progress(trainer: Any, path: Path, saved: Mapping[str, Any], progress: Mapping[str, Any]) -> None:
     rounds, step, states = progress["epoch_rounds"], progress["global_step"], saved.get("callbacks") or {}
     place = f"epoch {progress['epoch']}" + (f" after {rounds} batches" if rounds else "")
-    lines = [f"{path} is a checkpoint of Lightning {saved[LIGHTNING]}. Resuming at step {step} in {place}."]
+    lines = [f"Lightning {saved[LIGHTNING]} wrote {path}. Resuming at step {step} in {place}."]
     state_keys = {callback.state_key for callback in trainer.callbacks}
     left = sorted({key.partition("{")[0] for key, state in states.items() if state and key not in state_keys})
     if left:
         lines.append(f"Not restored: the state of {', '.join(left)}, because this run has no such callback.")
     if rounds:
-        lines.append("Not in the file: values logged so far in this epoch. The epoch's means cover only later batches.")
+        lines.append("Values logged so far in this epoch are not in the file, so its means cover only later batches.")
     lines.append(f"A loader that shuffles now uses Legato's order, which depends on seed={trainer.seed} and the epoch.")
     log.info("%s", "\n".join(lines))
 

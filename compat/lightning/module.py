@@ -269,7 +269,7 @@ class LightningModule(InitialHyperparameters, Task):
         """Log a value. In evaluation steps, `on_step=True` also writes the value for each batch."""
         trainer: Any = self.__dict__.get("_trainer")
         if trainer is None:
-            log.warning("self.log(%r) was ignored, because the module has no trainer.", name)
+            log.warning("self.log(%r) was ignored because the module has no trainer.", name)
         if trainer is None or getattr(trainer, "barebones", False):  # not an attribute of Legato's Trainer
             return
         metrics = None if trainer.run is None else trainer.run.metrics

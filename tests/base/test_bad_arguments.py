@@ -202,7 +202,7 @@ class Scheduled(Tiny):
 @pytest.mark.parametrize(
     ("task", "message"),
     [
-        (NoOptimizer, "1 optimizers, but the task returns 0"),
+        (NoOptimizer, "1 optimizer, but the task returns 0"),
         (Scheduled, "0 learning rate schedulers, but the task returns 1"),
     ],
 )

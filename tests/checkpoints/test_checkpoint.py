@@ -71,7 +71,7 @@ def test_only_checkpoints_are_removed_or_replaced(tmp_path: Path) -> None:
     precious = tmp_path / "results"
     precious.mkdir()
     (precious / "paper.tex").write_text("years of work")
-    with pytest.raises(CheckpointError, match=r"is not removed: .*manifest\.json is missing"):
+    with pytest.raises(CheckpointError, match=r"was not removed: .*manifest\.json is missing"):
         storage.remove(precious)
     with pytest.raises(CheckpointError, match="is not a checkpoint, so it is not replaced"):
         commit.write(precious, example())

@@ -137,13 +137,13 @@ def test_a_step_that_never_comes_does_not_keep_a_run_from_saving(tmp_path: Path)
 def test_remove_takes_only_checkpoints_of_this_run(tmp_path: Path, victims: list[Path]) -> None:
     trainer = train(tmp_path / "runs", Checkpoint())
     for path in victims[:2]:
-        with pytest.raises(CheckpointError, match=r"is not removed: another run wrote it"):
+        with pytest.raises(CheckpointError, match=r"was not removed: another run wrote it"):
             trainer.remove_checkpoint(path)
-    with pytest.raises(CheckpointError, match=r"is not removed: .*manifest\.json"):
+    with pytest.raises(CheckpointError, match=r"was not removed: .*manifest\.json"):
         trainer.remove_checkpoint(victims[2])
     best = Path(trainer.checkpoint_callback.best_model_path)
     (best / "notes.txt").write_text("the best so far")
-    with pytest.raises(CheckpointError, match=r"is not removed: .*notes\.txt"):
+    with pytest.raises(CheckpointError, match=r"was not removed: .*notes\.txt"):
         trainer.remove_checkpoint(best)
     (best / "notes.txt").unlink()
     trainer.remove_checkpoint(best)

@@ -87,7 +87,7 @@ def test_a_checkpoint_that_somebody_changes_is_left_alone(
 
     trainer = train(tmp_path, change, asynchronous=asynchronous)
     assert trainer.global_step == 10
-    assert "step-00000005 is not removed: " in caplog.text
+    assert "step-00000005 was not removed: " in caplog.text
     assert "The run continues" in caplog.text
     names = sorted(path.name for path in (trainer.run_dir / "checkpoints").glob("step-*"))
     assert names[-2:] == ["step-00000009", "step-00000010"]

@@ -247,7 +247,7 @@ def test_what_is_no_checkpoint_is_neither_replaced_nor_removed() -> None:
         commit.write(ROOT / "data", example(1, 0))
     save(1)
     STORE.objects["bucket/run/checkpoints/step-00000001/notes.txt"] = b"good"
-    with pytest.raises(CheckpointError, match=r"is not removed: it contains notes.txt"):
+    with pytest.raises(CheckpointError, match=r"was not removed: it contains notes.txt"):
         remove(1)
     with pytest.raises(CheckpointError, match="another run wrote it"):
         storage.remove(ROOT / "step-00000001", "other")

@@ -583,7 +583,7 @@ def test_several_machines_are_refused(tmp_path, monkeypatch):
 def test_processes_of_another_launcher_are_refused(tmp_path, monkeypatch):
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match="needs worker processes that Legato starts"):
+    with pytest.raises(ConfigError, match="requires Legato to start the processes"):
         fit(tmp_path, elastic=True, devices=1)
 
 

@@ -52,7 +52,7 @@ def test_each_phase_has_its_own_limit(tmp_path, capfd):
     assert captured.out.count("a checkpoint is written") == 3
     assert "rank 1 is in test_stragglers.py" in str(caught.value)
     # ranks 0 and 2 reach the limit at once: each reads the board for its message while the other writes where it was
-    assert "The others wait for rank 1." in str(caught.value)
+    assert "The others are waiting for rank 1." in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -208,7 +208,7 @@ def test_callbacks_go_on_where_they_were(tmp_path, caplog):
     )
     assert timer.time_elapsed() > saved["Timer"]["time_elapsed"]["train"]
     messages = "\n".join(caplog.messages)
-    assert "checkpoint of Lightning 2.6.6. Resuming at step 12 in epoch 2" in messages
+    assert f"Lightning 2.6.6 wrote {path}. Resuming at step 12 in epoch 2" in messages
     assert "Not restored: the state of ModelCheckpoint, because this run has no such callback." in messages
     assert "A loader that shuffles now uses Legato's order" in messages
 
@@ -220,7 +220,7 @@ def test_what_is_not_taken_over_is_said(tmp_path, caplog):
     with caplog.at_level(logging.INFO, logger="legato"):
         fit(room, "Plain", source=path)
     assert "Not restored: the state of EarlyStopping, because this run has no such callback." in caplog.text
-    assert "values logged so far in this epoch" in caplog.text
+    assert "Values logged so far in this epoch" in caplog.text
 
 
 @pytest.mark.slow

@@ -49,7 +49,7 @@ def test_by_step_and_epoch(play):
 
 
 def test_neither_by_step_nor_by_epoch_is_refused(play):
-    with pytest.raises(TaskError, match="keeps no value"):
+    with pytest.raises(TaskError, match="would discard the value"):
         play(Says(logs(on_step=False, on_epoch=False)))
 
 
@@ -313,7 +313,7 @@ def test_callbacks_log_through_the_task(play):
 def test_where_nothing_would_become_of_it_it_is_refused(play, hook):
     task = Says(lambda *arguments: None)
     setattr(task, hook, lambda: task.log("lost", 1.0))
-    with pytest.raises(TaskError, match=r"log\('lost'\) was called outside of any step or epoch"):
+    with pytest.raises(TaskError, match=r"log\('lost'\) was called outside any step or epoch"):
         play(task)
 
 

@@ -73,7 +73,7 @@ def test_layers_in_a_list_are_named_where_the_task_has_no_parameters(trainer):
 
 
 def test_a_second_backward_is_explained(trainer):
-    with pytest.raises(TaskError, match=r"CallsBackward\.training_step calls it too, only return the loss") as caught:
+    with pytest.raises(TaskError, match=r"CallsBackward\.training_step also calls it, just return the loss") as caught:
         trainer().fit(CallsBackward(), make_loader())
     assert "backward through the graph a second time" in str(caught.value.__cause__)
 

@@ -300,7 +300,7 @@ def test_a_contrastive_loss_over_two_processes_is_that_of_all_rows():
             {"strategy": "single", "devices": 1, "replicas": 2},
             r"over 2 replicas, which take turns on 1 process\.",
         ),
-        ({"strategy": "data_parallel", "devices": 2}, r"strategy 'data_parallel' splits batches"),
+        ({"strategy": "data_parallel", "devices": 2}, r"strategy=data_parallel splits batches"),
         ({"rows": 18, "replicas": 2}, r"do not divide evenly among 2 replicas on 2 processes.*drop_last"),
         ({"strategy": {"name": "ddp", "elastic": True}}, "2 processes that may die"),
     ],

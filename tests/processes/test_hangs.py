@@ -72,8 +72,8 @@ def test_a_sample_that_never_comes(trainer):
     output = hanging(made, Tiny(), DataLoader(Stuck(20), 4))
     line = line_of(Stuck.__getitem__, "the line that is named")
     assert re.search(rf"rank 1 is in test_hangs\.py:{line} \(__getitem__\) for \d+ s, at step 3", output), output
-    assert re.search(r"rank 0 waits in .* for \d+ s, at step 3", output), output
-    assert "The others wait for rank 1." in output
+    assert re.search(r"rank 0 is waiting in .* for \d+ s, at step 3", output), output
+    assert "The others are waiting for rank 1." in output
     assert f'test_hangs.py", line {line} in __getitem__' in stacks(made, 1)
     assert "train_step" in stacks(made, 0)
     assert str(made.run_dir / "hang") in output
@@ -84,8 +84,8 @@ def test_a_loader_worker_that_is_stuck(trainer):
     made = trainer(logger=True, **TWO)
     output = hanging(made, Tiny(), DataLoader(Stuck(20), 4, num_workers=1))
     line = line_of(Stuck.__getitem__, "the line that is named")
-    assert f"rank 1 waits for a loader's worker, which is in test_hangs.py:{line} (__getitem__)" in output
-    assert "The others wait for rank 1." in output
+    assert f"rank 1 is waiting for a loader's worker, which is in test_hangs.py:{line} (__getitem__)" in output
+    assert "The others are waiting for rank 1." in output
     assert "Loader worker" in stacks(made, 1)
 
 
@@ -102,9 +102,9 @@ def test_a_collective_that_one_rank_calls_alone(trainer):
     made = trainer(logger=True, **TWO)
     output = hanging(made, Alone(), make_loader(32))
     line = line_of(Alone.on_train_batch_end, "# alone")
-    assert f"rank 0 waits in all_reduce, called in test_hangs.py:{line} (on_train_batch_end)" in output
-    assert re.search(r"rank 1 waits in ", output)
-    assert "All ranks wait for each other" in output
+    assert f"rank 0 is waiting in all_reduce, called in test_hangs.py:{line} (on_train_batch_end)" in output
+    assert re.search(r"rank 1 is waiting in ", output)
+    assert "All ranks are waiting for each other" in output
 
 
 @pytest.mark.slow
@@ -130,7 +130,7 @@ def test_a_process_that_is_stopped_does_not_answer(trainer):
 
     output = hanging(trainer(**TWO), Stops(), make_loader(32))
     assert "rank 1 does not answer" in output
-    assert "The others wait for rank 1." in output
+    assert "The others are waiting for rank 1." in output
 
 
 @pytest.mark.slow
@@ -181,7 +181,7 @@ def test_a_report_comes_by_default_and_the_run_goes_on(trainer, capfd):
     line = line_of(Slow.on_train_batch_end, "the line that is named")
     reports = re.findall(rf"rank 1 is in test_hangs\.py:{line} \(on_train_batch_end\) for \d+ s, at step", output)
     assert 1 <= len(reports) <= 3, output  # after 1 s, then after twice as many
-    assert "The others wait for rank 1." in output
+    assert "The others are waiting for rank 1." in output
     assert f"line {line} in on_train_batch_end" in stacks(made, 1)
 
 
@@ -200,7 +200,7 @@ def test_a_compilation_is_called_that(trainer, caplog, monkeypatch):
             return nn.functional.mse_loss(self.net[0](batch[0]), batch[1])
 
     trainer(hang_timeout=30.0).fit(Compiled(), make_loader())
-    assert "The process compiles for torch.compile, called in test_hangs.py:" in caplog.text
+    assert "The process is compiling for torch.compile, called in test_hangs.py:" in caplog.text
     assert "(slow_backend)" not in caplog.text
 
 
@@ -247,7 +247,7 @@ class Rows(IterableDataset):
 @pytest.mark.parametrize(
     ("rows", "output"),
     [
-        ((48, 32), r"rank 0: more \(rank 0 waits in .*\); rank 1: 8 batches, 32 samples read"),
+        ((48, 32), r"rank 0: more \(rank 0 is waiting in .*\); rank 1: 8 batches, 32 samples read"),
         ((32, 48), r"rank 0: 8 batches, 32 samples read; rank 1: more \("),
         ((32, 28), r"rank 0: 8 batches, 32 samples read; rank 1: 7 batches, 28 samples read"),
         ((32, 31), r"rank 0: 8 batches, 32 samples read; rank 1: 8 batches, 31 samples read"),
@@ -324,7 +324,9 @@ def test_a_start_up_in_which_nobody_answers(tmp_path):
     finally:
         process.kill()
     assert process.returncode in (75, 128 + signal.SIGTERM)
-    assert re.search(r"rank 1 waits for the other processes to join it \(.*rendezvous.* at start-up", output), output
+    assert re.search(r"rank 1 is waiting for the other processes to join it \(.*rendezvous.* at startup", output), (
+        output
+    )
 
 
 LATE = """
@@ -393,9 +395,9 @@ def test_a_surplus_collective_pairs_with_nothing_of_legatos(trainer, reproducibl
     made = trainer(**TWO, reproducible=reproducible)
     output = hanging(made, Surplus(1), make_loader(32))
     line = line_of(Surplus.on_train_batch_end, "# surplus")
-    assert f"rank 1 waits in all_reduce, called in test_hangs.py:{line} (on_train_batch_end)" in output
-    assert "rank 0 waits in " in output
-    assert "All ranks wait for each other" in output
+    assert f"rank 1 is waiting in all_reduce, called in test_hangs.py:{line} (on_train_batch_end)" in output
+    assert "rank 0 is waiting in " in output
+    assert "All ranks are waiting for each other" in output
     assert "TORCH_DISTRIBUTED_DEBUG=DETAIL" in output
 
 
@@ -432,8 +434,8 @@ def test_a_surplus_collective_at_the_end(trainer):
 
     with pytest.raises(DisagreementError) as caught:
         trainer(devices=2, strategy="ddp").fit(Late(), make_loader(32))
-    assert re.search(r"rank 0 waits in barrier, called in test_hangs\.py:\d+ \(teardown\)", str(caught.value))
-    assert "rank 1 has done its work" in str(caught.value)
+    assert re.search(r"rank 0 is waiting in barrier, called in test_hangs\.py:\d+ \(teardown\)", str(caught.value))
+    assert "rank 1 has finished its work" in str(caught.value)
 
 
 @pytest.mark.slow

@@ -71,7 +71,7 @@ def test_a_signal_that_is_not_answered(tmp_path, how, number):
     with running(tmp_path, how) as process:
         os.kill(stuck(tmp_path), number)
         errors = end(process, 128 + number)
-    assert f"{number.name}: this process is ended in the middle of its work" in errors
+    assert f"{number.name}: this process is ending in the middle of its work" in errors
     assert "not answered for 1 s" in errors
     assert "unanswered_run.py" in errors or how == "loader"
     assert "legato-signals" not in errors
@@ -277,4 +277,4 @@ def test_torchrun(tmp_path):
         kill_session(process.pid)
         process.communicate()
     assert process.returncode != 0
-    assert "SIGTERM: this process is ended in the middle of its work" in errors
+    assert "SIGTERM: this process is ending in the middle of its work" in errors

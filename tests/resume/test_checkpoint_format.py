@@ -33,7 +33,7 @@ class TorchFile:
 
     def remove(self, path: Path, run: str) -> None:
         if torch.load(path, weights_only=False)["run"] != run:
-            raise CheckpointError(f"{path} is not removed: another run wrote it.")
+            raise CheckpointError(f"{path} was not removed: another run wrote it.")
         path.unlink()
 
 

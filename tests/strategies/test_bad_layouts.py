@@ -147,7 +147,8 @@ def test_missing_devices_are_refused(refused):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_too_few_devices():
     from legato.base.errors import ConfigError
+    from legato.base.quantities import counted
 
     count = torch.cuda.device_count()
-    with pytest.raises(ConfigError, match=f"this machine has {count} cuda devices. Use at most {count}"):
+    with pytest.raises(ConfigError, match=f"this machine has {counted(count, 'cuda device')}. Use at most {count}"):
         lg.Trainer(**{**QUIET, "accelerator": "cuda", "devices": count + 1, "strategy": "ddp"})

@@ -211,7 +211,7 @@ def test_a_rank_that_hangs_ends_the_run_after_the_timeout(nothing_left):
             return super().training_step(batch, batch_idx)
 
     with pytest.raises(RuntimeError, match=r"(?s)has waited 4 s .*rank 1 is in .*training_step"):
-        fit(Hangs(), devices=2, strategy={"name": "ddp", "timeout": 4.0})  # which start-up must not reach
+        fit(Hangs(), devices=2, strategy={"name": "ddp", "timeout": 4.0})  # which startup must not reach
 
 
 INTERRUPTED = """

@@ -161,7 +161,7 @@ class Made(Ratings):
 
 REFUSED = {
     "manual": (Manual, {}, "does not support manual optimization"),
-    "bitwise": (Ratings, {"reproducible": "bitwise"}, "does not support reproducible: bitwise"),
+    "bitwise": (Ratings, {"reproducible": "bitwise"}, "does not support reproducible=bitwise"),
     "norm": (Ratings, {"gradient_clip_val": 1.0}, "no process has all gradients; clip by value"),
     "half": (Ratings, {"precision": "16-mixed"}, "does not support precision=16-mixed"),
     "skip": (Ratings, {"nan": "skip"}, "does not support nan=skip"),

@@ -264,7 +264,7 @@ REFUSED = {
         mesh(data="auto", tensor=3),
         {},
     ),
-    r"strategy 'mesh' cannot be bitwise reproducible.*use strategy=ddp": (
+    r"strategy=mesh cannot be bitwise reproducible.*use strategy=ddp": (
         CNN,
         mesh(data=2),
         {"reproducible": "bitwise"},

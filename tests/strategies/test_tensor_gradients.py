@@ -94,5 +94,5 @@ def test_a_replicated_module_without_parameters_is_refused(trainer):
             super().__init__(SUMMED | {"activation": "replicated"})
             self.activation = nn.Tanh()
 
-    with pytest.raises(ConfigError, match=r"Plain\.activation is 'replicated', but it has no parameters"):
+    with pytest.raises(ConfigError, match=r"marks Plain\.activation as 'replicated', but it has no parameters"):
         trained(trainer, Plain(), devices=2, **mesh())

@@ -57,7 +57,7 @@ def test_a_step_that_an_evaluation_needs(refused, stage, name):
 @pytest.mark.parametrize("stage", ["fit", "validate", "test", "predict"])
 def test_what_is_no_task(refused, stage):
     message = refused(TaskError, nn.Linear(3, 1), stage=stage)
-    assert f"{stage} expects a legato Task, got Linear" in message
+    assert f"{stage} expects a Legato Task, got Linear" in message
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,7 @@ def test_what_is_trained_goes_to_training_mode(trainer, caplog, steps):
         trainer(num_sanity_val_steps=steps, val_check_interval=2).fit(task, make_loader(), make_loader())
     messages = [record.message for record in caplog.records if "evaluation mode" in record.message]
     assert messages == [
-        "trained started in evaluation mode and is now in training mode, so that dropout is active. To keep "
+        "trained started in evaluation mode and is now in training mode, so dropout is active. To keep "
         "evaluation mode, call .eval() in on_train_epoch_start."
     ]
 

@@ -65,7 +65,7 @@ class SetUp(Validated):
         run = self.trainer.current_run
         assert (run.task, run.stage, self.trainer.stage) == (self, "fit", "fit")
         assert self.trainer.optimizers == self.trainer.lr_scheduler_configs == []
-        with pytest.raises(TaskError, match="outside of any step"):
+        with pytest.raises(TaskError, match="outside any step"):
             self.log("early", 1.0)
         self.phases[name] = type(run)
 
@@ -90,7 +90,7 @@ class SetUp(Validated):
         self.note("configure_optimizers")
         assert self.trainer.num_training_batches == 1
         self.trainer.save_checkpoint(self.trainer.default_root_dir / "early.weights", weights_only=True)
-        with pytest.raises(TaskError, match="called during set-up"):
+        with pytest.raises(TaskError, match="called during setup"):
             self.trainer.save_checkpoint(self.trainer.default_root_dir / "early")
         return super().configure_optimizers()
 

@@ -150,7 +150,7 @@ def flatten(contents: Mapping[str, Any], frozen: Collection[str] = ()) -> FlatSt
 
 def _encode(value: Any, path: ValuePath, flat: FlatState) -> Any:
     if len(path) > DEPTH:
-        raise CheckpointError(f"{_dotted(path[:4])}... is nested over {DEPTH} levels deep. Does it contain itself?")
+        raise CheckpointError(f"{_dotted(path[:4])}... is nested more than {DEPTH} levels. Does it contain itself?")
     if value is None or isinstance(value, bool):  # before int: bool is a subclass of it
         return value
     if isinstance(value, str):  # a str Enum, too: JSON stores only its text
@@ -195,7 +195,7 @@ def _encode_tensor(value: Any, path: ValuePath, flat: FlatState) -> dict[str, An
             value = torch.from_numpy(np.array(value, dtype=value.dtype.newbyteorder("="), order="C"))
         except TypeError:
             raise CheckpointError(
-                f"{_dotted(path)} is a numpy {value.dtype} array. Convert it to numbers, bools, text or tensors."
+                f"{_dotted(path)} is a numpy {value.dtype} array. Convert it to numbers, bools, strings or tensors."
             ) from None
     shard = shard or shard_block(value)
     # a wrapper subclass, such as a quantized weight, has no memory of its own to write
@@ -282,7 +282,7 @@ def unflatten(
     except RecursionError:
         raise CheckpointError("state.json is nested too deeply for a checkpoint.") from None
     if not isinstance(contents, dict) or not all(isinstance(key, str) for key in contents):
-        raise CheckpointError(f"state.json must contain an object with names as keys, got {type(contents).__name__}.")
+        raise CheckpointError(f"state.json must contain an object whose keys are names, got {type(contents).__name__}.")
     if unclaimed:
         file, name = next(iter(unclaimed))
         raise CheckpointError(f"{file}.safetensors contains {name!r}, which state.json does not mention.")

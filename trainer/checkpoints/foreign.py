@@ -80,7 +80,7 @@ def _state_dict(path: Path, loaded: Any) -> dict[str, Tensor]:
     else:
         contents = type(loaded).__name__
     raise CheckpointError(
-        f"{path} contains no state dict: expected a dict of tensors by name, at the top level or under "
+        f"{path} contains no state dict: expected a dict from names to tensors, at the top level or under "
         f"{', '.join(NESTS)}, got {contents}."
     )
 

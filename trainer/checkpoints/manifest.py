@@ -201,6 +201,6 @@ def require_size(place: object, file: str, size: int, expected: int) -> None:
 def require_removable(place: object, content: Manifest, foreign: Sequence[str], run: str | None) -> None:
     """Raise CheckpointError if `run` did not write the checkpoint, or if there are `foreign` files in it."""
     if run is not None and run != content.run:
-        raise CheckpointError(f"{place} is not removed: another run wrote it.")
+        raise CheckpointError(f"{place} was not removed: another run wrote it.")
     if foreign:
-        raise CheckpointError(f"{place} is not removed: it contains {foreign[0]}, which Legato did not write.")
+        raise CheckpointError(f"{place} was not removed: it contains {foreign[0]}, which Legato did not write.")

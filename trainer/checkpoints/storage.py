@@ -206,7 +206,7 @@ class LocalFolder:
         folder = temporary_path(self.path / name, PARTIAL)
         if not folder.is_dir():
             raise CheckpointError(
-                f"{folder} does not exist for this process. Every process writes to this checkpoint, so its folder "
+                f"This process does not see the folder {folder}. Every process writes to the checkpoint, so its folder "
                 f"must be shared. Set default_root_dir to a folder on a shared file system."
             )
         return fill(HashedFile(folder / file))
@@ -303,7 +303,7 @@ class LocalFolder:
             content = manifest.load_manifest(path).split()[0]
             present = {entry.relative_to(path).as_posix() for entry in path.rglob("*")} - {content.prefix}
         except (CheckpointError, OSError) as error:
-            raise CheckpointError(f"{path} is not removed: {error}") from error
+            raise CheckpointError(f"{path} was not removed: {error}") from error
         foreign = sorted(present - {manifest.MANIFEST, *map(content.path, content.files)})
         manifest.require_removable(path, content, foreign, run)
 

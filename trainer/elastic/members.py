@@ -65,7 +65,7 @@ class ElasticMembership(Membership):
         elastic_worker = find_elastic_worker()
         if elastic_worker is None:
             raise ConfigError(
-                "elastic=true needs worker processes that Legato starts. Run the script directly, or use `legato fit`, "
+                "elastic=true requires Legato to start the processes. Run the script directly, or use `legato fit`, "
                 "without torchrun, srun or mpirun, and do not initialize a process group in the script."
             )
         if not trainer.use_distributed_sampler:
@@ -187,7 +187,7 @@ class ElasticMembership(Membership):
         self.broke_at = step
         if self.breaks > MAX_BREAKS:
             return False
-        log.warning("Connections broke although no process died (%s). Reconnecting.", error)
+        log.warning("Connections were lost although no process died (%s). Reconnecting.", error)
         self.store.post("broken", self.member, self.generation.version)
         return self._newer_generation_within(RECOVERY_TIMEOUT)
 

@@ -160,7 +160,7 @@ class Metrics:
             return
         if self.series is None:  # closed by reduce_epoch
             raise TaskError(
-                f"log({name!r}) was called outside of any step or epoch, so its value belongs to no logging point. "
+                f"log({name!r}) was called outside any step or epoch, so no logging point covers its value. "
                 f"Call it in a step, in on_train_batch_*, or in on_*_epoch_start and on_*_epoch_end."
             )
         if options[6] and (self.replica if self.in_step else self.first_replica) != 0:
@@ -227,7 +227,7 @@ class Metrics:
             )
         if on_step is False and on_epoch is False:
             raise TaskError(
-                f"log({name!r}, on_step=False, on_epoch=False) is not useful: it keeps no value. Set either to True."
+                f"log({name!r}, on_step=False, on_epoch=False) would discard the value. Set one of them to True."
             )
         if self.in_step and self.stage == "train":
             on_step = on_step is not False
@@ -331,8 +331,8 @@ class Metrics:
             problem = f"is {bad[1]}" if bad is not None and bad[0] == first else "is not finite on another rank"
             raise NonFiniteError(
                 f"The loss of step {int(first) + 1} {problem}. Lower the learning rate, clip gradients "
-                f"(gradient_clip_val), or find the cause with detect_anomaly=true. nan=ignore continues training. "
-                f"Earlier checkpoints are untouched."
+                f"(gradient_clip_val), or find the cause with detect_anomaly=true. To continue training anyway, set "
+                f"nan=ignore. Earlier checkpoints are untouched."
             )
 
     def running_values(self) -> dict[str, float]:
@@ -489,7 +489,7 @@ class Metrics:
         extras = {rank: {*of_rank} - common for rank, of_rank in compared.items()}
         differences = [f"rank {rank} also logged {sorted(extra)}" for rank, extra in extras.items() if extra]
         raise DisagreementError(
-            f"The ranks logged different names in {self.describe_place()}: all logged {sorted(common)}, but "
+            f"The ranks logged different names in {self.describe_place()}: all ranks logged {sorted(common)}, but "
             f"{'; '.join(differences) or 'not in the same order'}. Call self.log with the same names in the same order "
             f"on every rank, regardless of the rank and the content of a batch."
         )

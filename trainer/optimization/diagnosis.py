@@ -50,7 +50,7 @@ def require_finite(trainer: "Trainer") -> None:
             f"with a lower learning rate or with gradient_clip_val."
         )
     if trainer.is_global_zero:
-        log.warning("%s They are saved nevertheless (nan=ignore).", problem)
+        log.warning("%s They are saved anyway (nan=ignore).", problem)
 
 
 def explained(trainer: "Trainer", error: NonFiniteError) -> NonFiniteError:

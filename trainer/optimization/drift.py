@@ -65,7 +65,7 @@ class DriftGuard:
             raise DisagreementError(
                 f"The ranks' weights differ after step {step}, but must be equal on all {self.ranks.size} ranks: "
                 f"{describe_differing(self.ranks, names, numbers.tolist())}. An optimizer, a hook or training_step "
-                f"changes weights with random numbers or data that differ between ranks. Draw the same numbers on all "
+                f"changes weights using random numbers or data that differ between ranks. Draw the same numbers on all "
                 f"ranks, and resume from an earlier checkpoint."
             )
 

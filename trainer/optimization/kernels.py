@@ -18,7 +18,7 @@ from ..switches import environment, versions
 KEPT = ("__module__", "__doc__")
 FLAGS = ("fused", "foreach", "capturable", "differentiable")
 NOTHING_COMPILED = (
-    "trainer.compile has compiled nothing, because the steps call neither the task nor one of its direct submodules. "
+    "trainer.compile compiled nothing, because the steps call neither the task nor one of its direct submodules. "
     "List the classes of the modules that they call, as in compile={'blocks': ['Block']}."
 )
 # Keyword arguments of torch.compile
@@ -66,8 +66,8 @@ def require_same_ranks(by_rank: Sequence[Mapping[str, Any]]) -> None:
         # a run on different machines would succeed, but a repeat could not reproduce it
         if unequal:
             raise ConfigError(
-                f"reproducible: bitwise requires the same arithmetic in all processes, but on rank {rank}, "
-                f"{'; '.join(unequal)}. Use machines of the same kind or reproducible: order."
+                f"reproducible=bitwise requires the same arithmetic in all processes, but on rank {rank}, "
+                f"{'; '.join(unequal)}. Use machines of the same kind or set reproducible=order."
             )
 
 

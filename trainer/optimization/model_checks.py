@@ -71,6 +71,6 @@ def require_dimensions(task: nn.Module, strategy: str) -> None:
     names = [name for name, parameter in task.named_parameters() if parameter.dim() == 0]
     if names:
         raise TaskError(
-            f"strategy {strategy!r} shards parameters along their first dimension, but {first_names(names)} has no "
+            f"strategy={strategy} shards parameters along their first dimension, but {first_names(names)} has no "
             f"dimensions. Use nn.Parameter(torch.ones(1)) instead of nn.Parameter(torch.tensor(1.0))."
         )

@@ -134,7 +134,7 @@ class Optimization:
         names = set_training_mode(self.task)
         if names and self.trainer.is_global_zero:
             log.info(
-                "%s started in evaluation mode and %s now in training mode, so that dropout is active. To keep "
+                "%s started in evaluation mode and %s now in training mode, so dropout is active. To keep "
                 "evaluation mode, call .eval() in on_train_epoch_start.",
                 first_names(names),
                 "is" if len(names) == 1 else "are",
@@ -263,7 +263,7 @@ class Optimization:
         if parameters:
             raise TaskError(
                 f"training_step changed weights in step {self.state.global_step + 1}: {first_names(parameters)}. It "
-                f"runs for each batch of {replicas} replicas, so the result would depend on their assignment to "
+                f"runs for each batch of {replicas} replicas, so the result would depend on how they are assigned to "
                 f"processes. Change such weights (of a teacher, for example) in on_step_end, which runs once per step, "
                 f"after the optimizers. If an Embedding has max_norm, call weight.renorm_ there instead."
             )
@@ -390,7 +390,7 @@ class Optimization:
     def manual_backward(self, loss: Tensor, *arguments: Any, **options: Any) -> None:
         """Run backward under manual optimization."""
         if self.automatic:
-            raise TaskError("manual_backward needs automatic_optimization = False. If it is True, return the loss.")
+            raise TaskError("manual_backward needs automatic_optimization = False. Otherwise, return the loss.")
         if not loss.requires_grad:
             raise TaskError(describe_bad_loss(loss))
         # torch.amp.GradScaler has one scale for all optimizers: if it changed before all have used it, the others'

@@ -3,6 +3,7 @@
 import torch
 
 from ...base.errors import ConfigError
+from ...base.quantities import counted
 from ..accelerators import find_kind
 
 
@@ -42,6 +43,7 @@ def _count(devices: int | str | list[int], available: int, kind: str, limited: b
         raise ConfigError(f"trainer.devices={devices!r}: expected a positive count, a list of indices, -1 or 'auto'.")
     if limited and devices > available:
         raise ConfigError(
-            f"trainer.devices={devices}, but this machine has {available} {kind} devices. Use at most {available}."
+            f"trainer.devices={devices}, but this machine has {counted(available, f'{kind} device')}. Use at "
+            f"most {available}."
         )
     return devices

@@ -74,8 +74,8 @@ def _refuse_in_step(run: Any, size: int, sync_grads: bool) -> None:
     replicas, processes = run.state.replicas, counted(strategy.data_ranks.size, "process")
     if doing == "train" and strategy.cuts_batches:
         raise TaskError(
-            f"training_step calls all_gather {option}on a part of its batch, because strategy {strategy.name!r} splits "
-            f"batches. Use strategy=ddp, in which each process receives complete batches."
+            f"training_step calls all_gather {option}on a part of its batch, because strategy={strategy.name} splits "
+            f"batches. Use strategy=ddp, which gives each process complete batches."
         )
     if doing == "train" and (run.local_replicas > 1 or run.members_change):
         raise TaskError(
@@ -116,7 +116,7 @@ def _gather_shapes(tensors: list[Tensor], with_gradient: list[bool], ranks: Rank
     if differing is not None:
         first, second = (f"[{', '.join(by_rank[rank][0])}]" for rank in (0, differing))
         raise DisagreementError(
-            f"all_gather got {first} on rank 0, but {second} on rank {differing}. All ranks must pass the same "
+            f"all_gather received {first} on rank 0, but {second} on rank {differing}. All ranks must pass the same "
             f"tensors, with equal dtypes and device types. Only the first dimension may differ. With sync_grads=True, "
             f"all or none must require a gradient. Concatenate each rank's tensors first: torch.cat(outputs)."
         )

@@ -176,7 +176,7 @@ class Watchdog:
         self.thread.join()
         with suppress(RuntimeError):  # no new connection, because rank 0, which serves the store, may have exited
             if self.succeeded and self.board is not None:
-                position = {"where": "has done its work", "waits": False, "seconds": 0.0, "at": "", "idle": False}
+                position = {"where": "has finished its work", "waits": False, "seconds": 0.0, "at": "", "idle": False}
                 self.board.write("done", position)
         dump_stacks_to(None)
         self.stacks.close()
@@ -354,7 +354,7 @@ class Watchdog:
         if is_late:
             timeouts = self.trainer.strategy.timeouts
             limit = f"{timeouts.limits[timeouts.phase].total_seconds():g} s (trainer.strategy.timeout.{timeouts.phase})"
-            head = f"Rank {self.place.rank} has waited {limit}, the timeout, for other ranks in a collective."
+            head = f"Rank {self.place.rank} timed out: it has waited {limit} for other ranks in a collective."
         elif has_left and is_communication(error):
             head = "The ranks called different collectives. All ranks must call the same collectives in the same order."
         else:
@@ -374,8 +374,8 @@ class Watchdog:
         at = self._describe_progress(stack)
         if writes_stacks:
             workers = worker_stacks(self.stacks)
-            if where == "waits for a loader's worker" and (frame := users_frame(workers)) is not None:
-                where = f"waits for a loader's worker, which is in {frame}"
+            if where == "is waiting for a loader's worker" and (frame := users_frame(workers)) is not None:
+                where = f"is waiting for a loader's worker, which is in {frame}"
             self._write_stacks(f"Rank {self.place.rank} {where} for {stalled:.1f} s, at {at}.\n\n", workers)
         step = self.loop.step if self.loop.doing == "train" else None
         position = {"where": where, "waits": waits, "seconds": stalled, "at": at}
@@ -386,7 +386,7 @@ class Watchdog:
         """Describe the step or batch that this process is running, given its `stack`."""
         state, doing = self.trainer.state, self.loop.doing
         if not self.begun:
-            return "start-up"
+            return "startup"
         at = f"step {state.global_step + 1}"
         if doing == "train":
             ended = any(frame.function == "end_epoch" and frame.is_in("/trainer/trainer") for frame in stack)
@@ -437,7 +437,7 @@ class Watchdog:
         """Return a message with each rank's position, the ranks that block the others, and the paths of the stacks."""
         ranks_by_text: dict[str, list[int]] = {}
         for rank, position in positions.items():
-            text = "does not answer: it is stopped, has ended, has no network, or holds the interpreter lock"
+            text = "does not answer: it was stopped, has ended, has no network, or holds the interpreter lock"
             if position is not None:
                 seconds = f" for {position['seconds']:.0f} s" if position["seconds"] else ""
                 text = position["where"] + (f"{seconds}, at {position['at']}" if position["at"] else "")
@@ -446,10 +446,10 @@ class Watchdog:
         lines = [head, *(f"  {process or name_ranks(ranks)} {text}" for text, ranks in ranks_by_text.items())]
         to_blame = [rank for rank, position in positions.items() if position is None or not position["waits"]]
         if len(positions) > 1 and not to_blame:
-            lines.append("All ranks wait for each other. They must call the same collectives in the same order.")
+            lines.append("All ranks are waiting for each other. They must call the same collectives in the same order.")
             lines.append(_remedy({rank: position for rank, position in positions.items() if position is not None}))
         elif len(to_blame) < len(positions) > 1:
-            lines.append(f"The others wait for {name_ranks(to_blame)}.")
+            lines.append(f"The others are waiting for {name_ranks(to_blame)}.")
         where = "above" if self._folder is None else f"in {self._folder}{os.sep}rank-*.txt"
         lines.append(f"The stacks of all threads are {where}. {SAVED}")
         return "\n".join(lines)
@@ -460,7 +460,7 @@ def _remedy(positions: Mapping[int, Position]) -> str:
     idle = sorted(rank for rank, position in positions.items() if position["idle"])
     if idle:
         return (
-            f"The data do not divide evenly among the ranks: this step has no batch for {name_ranks(idle)}, so "
+            f"The data does not divide evenly among the ranks: this step has no batch for {name_ranks(idle)}, so "
             f"training_step is not called there. Set drop_last=True, or gather at the end of the epoch."
         )
     if len({position["at"] for position in positions.values()}) > 1:

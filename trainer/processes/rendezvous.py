@@ -229,7 +229,7 @@ def host_store(host: str, port: int, one_node: bool) -> "Store":
         listener.close()
         reason = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be opened ({error.strerror})"
         raise ConfigError(
-            f"The rendezvous port {port} of {host} {reason}. Set MASTER_PORT, or the port in init_method, to the same "
+            f"The rendezvous port {port} on {host} {reason}. Set MASTER_PORT, or the port in init_method, to the same "
             f"free port on all ranks."
         ) from error
     port = listener.getsockname()[1]

@@ -216,8 +216,8 @@ class SignalWatch:
         late = f"it has not answered for {self._seconds_to_answer():g} s"
         reason = "Ctrl-C was pressed again" if number == signal.SIGINT else late
         message = (
-            f"{name}: this process is ended in the middle of its work, because {reason}. Exit code {128 + number}. The "
-            f"run's checkpoints are complete: resume=auto continues the run. Stacks of all threads:\n"
+            f"{name}: this process is ending in the middle of its work, because {reason}. Exit code {128 + number}. "
+            f"The run's checkpoints are complete: resume=auto continues the run. Stacks of all threads:\n"
         )
         with suppress(OSError):
             os.write(2, message.encode())

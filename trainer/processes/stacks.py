@@ -82,26 +82,26 @@ def describe_stack(stack: list[Frame], alone: bool) -> tuple[str, bool]:
     compiler = [index for index, frame in enumerate(stack) if frame.is_compiler]
     if compiler:  # start at its outermost frame, because generated code looks like the user's
         users = next((frame for frame in stack[compiler[-1] :] if frame.is_users), None)
-        return f"compiles for torch.compile{'' if users is None else f', called in {users}'}", False
+        return f"is compiling for torch.compile{'' if users is None else f', called in {users}'}", False
     users = next((frame for frame in stack if frame.is_users), None)
     called = f", called in {users}" if users is not None else ""
     collective = collective_of(stack)
     if collective is not None:
-        return f"waits in {collective}{called}", True
+        return f"is waiting in {collective}{called}", True
     # skip files such as <frozen importlib>
     innermost = next((frame for frame in stack if not frame.file.startswith("<")), None)
     if innermost is None:
         return "has no stack", False
     if innermost.is_in("/trainer/processes/rendezvous"):
-        return f"waits for the other processes to join it ({innermost})", True
+        return f"is waiting for the other processes to join it ({innermost})", True
     if any(frame.function == "_wait_for_all" and frame.is_in("/trainer/processes/hang") for frame in stack[:3]):
-        return "waits for the other ranks to leave the epoch", True
+        return "is waiting for the other ranks to leave the epoch", True
     if innermost.is_backward:
-        return ("is in backward" if alone else "waits in backward for the other ranks' gradients"), not alone
+        return ("is in backward" if alone else "is waiting in backward for the other ranks' gradients"), not alone
     if not alone and innermost.is_in("/trainer/strategies/"):
-        return f"waits in {innermost} for the other ranks", True
+        return f"is waiting in {innermost} for the other ranks", True
     if any(frame.is_in("torch/utils/data/dataloader") for frame in stack) and not _is_outside_loader(stack):
-        return "waits for a loader's worker", False
+        return "is waiting for a loader's worker", False
     return f"is in {users if users is not None else innermost}", False
 
 

@@ -104,7 +104,7 @@ def require_step_done(trainer: "Trainer") -> None:
     """Raise TaskError during setup, or in the middle of a step, whose batches are counted only at its end."""
     if not trainer.current_run.is_complete:
         raise TaskError(
-            "save_checkpoint was called during set-up, before the run had optimizers. Call it in on_fit_start or "
+            "save_checkpoint was called during setup, before the run had optimizers. Call it in on_fit_start or "
             "later, or with weights_only=True."
         )
     if trainer.training and trainer.metrics.step == trainer.state.global_step:

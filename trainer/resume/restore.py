@@ -38,7 +38,7 @@ def start_state(trainer: "Trainer", saved: Mapping[str, Any] | None) -> None:
         restored = State.from_dict(saved["state"])
         if asked is not None and asked != restored.replicas:
             raise ConfigError(
-                f"trainer.replicas={asked}, but the run started with {restored.replicas} replicas and keeps this "
+                f"trainer.replicas={asked}, but the run started with {restored.replicas} replicas and keeps that "
                 f"number. To resume the run on up to {restored.replicas} processes, omit trainer.replicas."
             )
         # The seed determines the order of samples. If it changed within an epoch, the epoch would repeat some samples
@@ -248,8 +248,8 @@ def find_changes(
     differing = [change for change in changes.changed + changes.restored + data if change.name not in allowed]
     if run.bitwise and before.get("training.reproducible", "bitwise") == "bitwise" and differing:
         raise ConfigError(
-            f"A run with reproducible: bitwise would not stay bitwise identical: {_list_changes(differing)}. Undo the "
-            f"changes, or resume with reproducible: order, which preserves only samples and random numbers."
+            f"A run with reproducible=bitwise would not stay bitwise identical: {_list_changes(differing)}. Undo the "
+            f"changes, or resume with reproducible=order, which preserves only samples and random numbers."
         )
     if is_mid_epoch and changes.samples:
         changes.end_epoch = not is_done
@@ -340,12 +340,13 @@ def _require_complete(trainer: "Trainer", saved: Mapping[str, Any]) -> None:
             f"run from the weights with load_from_checkpoint.{hint}"
         )
     for kind, current, states in (
-        ("optimizers", run.optimization.optimizers, saved["optimizer_states"]),
-        ("learning rate schedulers", run.optimization.schedulers, saved["lr_schedulers"]),
+        ("optimizer", run.optimization.optimizers, saved["optimizer_states"]),
+        ("learning rate scheduler", run.optimization.schedulers, saved["lr_schedulers"]),
     ):
         if len(current) != len(states):
             raise CheckpointError(
-                f"The checkpoint has {len(states)} {kind}, but the task returns {len(current)}. Return {len(states)}."
+                f"The checkpoint has {counted(len(states), kind)}, but the task returns {len(current)}. Return "
+                f"{len(states)}."
             )
 
 

@@ -322,7 +322,7 @@ def find_run(run: "str | os.PathLike[str]", root: "str | os.PathLike[str]" = ROO
     runs_below = [run.name for run in find_runs(root)] if root.is_dir() else []
     names = [*runs_below, *{os.path.dirname(name) for name in runs_below}]
     hint = did_you_mean(word, names) or (f" The newest is {runs_below[-1]!r}." if runs_below else "")
-    raise ConfigError(f"There is no run {word!r}, either as a path or below '{location_of(root)}'.{hint}")
+    raise ConfigError(f"There is no run {word!r}, either as a path or in '{location_of(root)}'.{hint}")
 
 
 def _readable(place: "str | os.PathLike[str]") -> Path:

@@ -85,7 +85,7 @@ def check_task(trainer: "Trainer", task: Any, request: Request, is_sent: bool = 
         base = "" if is_class else ": subclass lg.Task instead of nn.Module"
         call, head = f"trainer.{stage}({kind.__name__}", f"class {kind.__name__}("
         lines = (f"{call})", f"{call}())") if is_class else (f"{head}nn.Module):", f"{head}lg.Task):")
-        raise TaskError(f"{stage} expects a legato Task, got {describe_kind(task)}{base}.{correction(*lines)}")
+        raise TaskError(f"{stage} expects a Legato Task, got {describe_kind(task)}{base}.{correction(*lines)}")
     # the task is pickled for the workers, which would fail late and with an obscure message
     if is_sent:
         require_sendable(task)

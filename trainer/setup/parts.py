@@ -104,7 +104,7 @@ def make_callbacks(trainer: "Trainer", wanted: Any) -> list[Callback]:
         if not isinstance(callback, Callback):
             name = callback.__name__ if isinstance(callback, type) else ""
             example = correction(f"callbacks=[{name}]", f"callbacks=[{name}()]") if name else ""
-            raise ConfigError(f"trainer.callbacks must contain Callbacks; got {describe_kind(callback)}.{example}")
+            raise ConfigError(f"trainer.callbacks must be Callback objects; got {describe_kind(callback)}.{example}")
     logs = bool(trainer.loggers)
     defaults: list[tuple[bool, type[Callback], dict[str, Any]]] = [
         (trainer.enable_progress_bar, classes.ProgressBar, {}),

@@ -139,7 +139,7 @@ class Strategy:
         """Join the other processes of the run. Raises ConfigError if the strategy does not support this layout."""
         if place.world_size > 1:
             raise ConfigError(
-                f"strategy {self.name!r} runs in one process, but this run has {place.world_size} processes. "
+                f"strategy={self.name} runs in one process, but this run has {place.world_size} processes. "
                 f"Use strategy=ddp, or set trainer.cluster=off so that each process trains independently."
             )
         refuse_duplicates(devices)
@@ -178,12 +178,12 @@ class Strategy:
             return
         processes = self.data_ranks.size
         if trainer.reproducible == "bitwise":
-            reason, remedy = "reproducible: bitwise sums in another order", "Set reproducible: order"
+            reason, remedy = "reproducible=bitwise sums in another order", "Set reproducible=order"
         elif processes != replicas:
             reason = f"this run has {replicas} replicas on {counted(processes, 'process')}"
             remedy = f"Start {replicas} processes under strategy=ddp, or start a new run with replicas={processes}"
         else:
-            reason = f"strategy {self.name!r} cannot do this"
+            reason = f"strategy={self.name} cannot do this"
             remedy = "Use ddp, zero1 or ddp_model_parallel, not elastic"
         raise ConfigError(
             f"sync_batchnorm=true computes statistics over the batches of all replicas at once, so each replica needs "

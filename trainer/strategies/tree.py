@@ -246,7 +246,7 @@ class Bucket:
         if any(parameter.grad is not None for parameter in self.parameters):
             shapes = [tuple(parameter.shape) for parameter in self.parameters if parameter.grad is not None]
             raise TaskError(
-                f"reproducible: bitwise: the backward pass computed gradients of parameters of shape {shapes[:4]} "
+                f"reproducible=bitwise: the backward pass computed gradients of parameters of shape {shapes[:4]} "
                 f"again after the first gradients had been sent. Reentrant checkpointing of shared weights "
                 f"causes this. Call torch.utils.checkpoint with use_reentrant=False."
             )
@@ -257,7 +257,7 @@ class Bucket:
             if gradient is None:
                 gradient = torch.full_like(parameter, -0.0)  # -0.0 leaves any sum unchanged, including -0.0
             elif gradient.is_sparse:
-                raise TaskError("reproducible: bitwise does not support sparse gradients. Use Embedding(sparse=False).")
+                raise TaskError("reproducible=bitwise does not support sparse gradients. Use Embedding(sparse=False).")
             flat.append(gradient.reshape(-1))
         return flat
 

@@ -51,7 +51,7 @@ class Finder(Callback):
         if not done and trainer.world_size == 1:
             getattr(self, self.SEARCH)(trainer, pl_module)
         elif not done:
-            rank_zero_warn(f"{type(self).__name__} supports only one process, so it did not search in this run.")
+            rank_zero_warn(f"{type(self).__name__} supports only one process, so it was skipped in this run.")
 
     def on_fit_start(self, trainer: "Trainer", task: "Task") -> None:
         """Run the search."""

@@ -101,7 +101,7 @@ class DDPRPCStrategy(DDPStrategy):
                 "process group in your script, or set trainer.cluster=off."
             )
         if place.nodes > 1:
-            raise ConfigError(f"strategy=ddp_rpc runs on one node only, got {place.nodes}. Set num_nodes to 1.")
+            raise ConfigError(f"strategy=ddp_rpc runs on one node only, got {place.nodes} nodes. Set num_nodes=1.")
         if trainers < 1:
             raise ConfigError(
                 f"strategy=ddp_rpc needs at least one trainer, but {place.world_size} processes - {self.servers} "
@@ -189,7 +189,7 @@ class DDPRPCStrategy(DDPStrategy):
         parameters = [id(parameter) for parameter in task.parameters()]
         reasons = {
             "manual optimization, because servers have some of the gradients": not task.automatic_optimization,
-            "reproducible: bitwise, because sums depend on the number of trainers": trainer.reproducible == "bitwise",
+            "reproducible=bitwise, because sums depend on the number of trainers": trainer.reproducible == "bitwise",
             f"precision={trainer.precision}": trainer.precision not in (32, "32", "32-true", "bf16-mixed"),
             "nan=skip, because this checks all gradients, but no process has all of them": trainer.nan == "skip",
             "sync_batchnorm=true, whose sums distributed autograd does not reduce": trainer.sync_batchnorm,

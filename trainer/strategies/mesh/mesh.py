@@ -64,13 +64,13 @@ def refuse_optimizers(name: str, task: "Task", optimizers: Sequence[Optimizer], 
     """Raise ConfigError for optimizers that do not work if parameters are gathered once per training_step."""
     if optimizers and not task.automatic_optimization:
         raise ConfigError(
-            f"strategy {name!r} needs automatic optimization: it gathers parameters once per training_step, so weights "
+            f"strategy={name} needs automatic optimization: it gathers parameters once per training_step, so weights "
             f"cannot change during training_step. Use strategy=ddp."
         )
     if len(optimizers) > 1 and is_pipeline:
         raise ConfigError(
-            f"A pipeline (strategy {name!r}) supports only one optimizer, got {len(optimizers)}, because an "
-            f"optimizer may have no parameters in a stage. Use several parameter groups, or strategy=fsdp or ddp."
+            f"A pipeline (strategy={name}) supports only one optimizer, got {len(optimizers)}: with several, an "
+            f"optimizer might have no parameters in a stage. Use several parameter groups, or strategy=fsdp or ddp."
         )
     # torchao compiles its update, which is wrong for an empty shard, even with plain fully_shard (torch 2.13 and
     # torchao 0.18)
@@ -78,8 +78,8 @@ def refuse_optimizers(name: str, task: "Task", optimizers: Sequence[Optimizer], 
     empty = [parameter for parameter, weight in task.named_parameters() if not local_part(weight).numel()]
     if compiled and empty:
         raise ConfigError(
-            f"torchao's {type(compiled[0]).__name__} computes wrong updates if a process has an empty shard. Strategy "
-            f"{name!r} creates empty shards of {first_names(empty)}. Use torch.optim, or strategy=ddp."
+            f"torchao's {type(compiled[0]).__name__} computes wrong updates if a process has an empty shard. "
+            f"strategy={name} creates empty shards of {first_names(empty)}. Use torch.optim, or strategy=ddp."
         )
 
 
@@ -87,7 +87,7 @@ def refuse_compile(name: str, options: bool | Mapping[str, Any], sizes: Sizes) -
     """Raise ConfigError for compile options that a mesh does not support."""
     if not isinstance(options, Mapping) or not options.get("blocks"):
         raise ConfigError(
-            f"trainer.compile: the hooks that gather parameters in strategy {name!r} cannot be compiled, but the "
+            f"trainer.compile: the hooks that gather parameters in strategy={name} cannot be compiled, but the "
             f"blocks between them can. List the classes of these blocks, as in compile={{'blocks': ['Block']}}."
         )
     if sizes.tensor * sizes.pipeline > 1:
@@ -186,7 +186,7 @@ class MeshStrategy(GroupStrategy):
             return
         if not serves_host():
             raise ConfigError(
-                f"strategy {self.name!r} also communicates tensors on the host, which your process group does not "
+                f"strategy={self.name} also communicates tensors on the host, which your process group does not "
                 f"support. Call init_process_group() without a backend."
             )
         if self.mesh is None or self.group is not dist.group.WORLD:  # one mesh serves all calls of a trainer
@@ -336,8 +336,8 @@ class MeshStrategy(GroupStrategy):
         violations = "; ".join(reason for reason, holds in reasons.items() if holds)
         if violations:
             raise ConfigError(
-                f"strategy {self.name!r} cannot be bitwise reproducible here: {violations}. Change these settings, or "
-                f"use strategy=ddp or zero1, or set reproducible: order."
+                f"strategy={self.name} cannot be bitwise reproducible here: {violations}. Change these settings, or "
+                f"use strategy=ddp or zero1, or set reproducible=order."
             )
 
     def regroup(self, layout: Layout | None, place: Place | None = None) -> None:
@@ -392,7 +392,7 @@ class MeshStrategy(GroupStrategy):
             output = self.steps("training_step", *arguments)
         if output is None and self.data_ranks.size > 1:
             raise TaskError(
-                f"training_step returned None to skip its batch, but under strategy {self.name!r}, the other processes "
+                f"training_step returned None to skip its batch, but under strategy={self.name}, the other processes "
                 f"wait for this process in the backward pass. Return the loss times 0.0 instead."
             )
         return output

@@ -14,7 +14,7 @@ from ..tree import ReplicaStack, add_up_shares, partial_nodes
 from .sharding import sharded
 
 UNEVEN = (
-    "reproducible: bitwise: a sharded parameter needs a gradient in all batches of a step or in none, but some batches "
+    "reproducible=bitwise: a sharded parameter needs a gradient in all batches of a step or in none, but some batches "
     "of this step left parameters unused. Add 0.0 times the unused output to the loss, or use strategy=ddp or zero1."
 )
 

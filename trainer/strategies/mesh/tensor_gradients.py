@@ -111,5 +111,5 @@ def refuse_doubled(names: list[str]) -> None:
     if names:
         raise TaskError(
             f'tensor_plan marks {first_names(names)} as "{REPLICATED}", but the gradients are already equal on all '
-            f"processes along the tensor axis. A sum would multiply them. Leave these modules out of the plan."
+            f"processes along the tensor axis. Summing them would multiply them. Leave these modules out of the plan."
         )

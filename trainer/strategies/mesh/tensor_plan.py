@@ -173,7 +173,7 @@ def require_cuttable(name: str, module: nn.Module, word: str, parts: int, head: 
     """Raise ConfigError if a module cannot be sharded as `word` specifies. `head` is the width of an attention head."""
     if word == REPLICATED:
         if not any(True for _ in module.parameters()):
-            raise ConfigError(f"tensor_plan: {name} is {word!r}, but it has no parameters.")
+            raise ConfigError(f"tensor_plan marks {name} as {word!r}, but it has no parameters.")
         return
     if not isinstance(module, nn.Linear) and not (isinstance(module, nn.Embedding) and word == SPLIT):
         raise ConfigError(f"tensor_plan: {word!r} needs a Linear, but {name} is a {type(module).__name__}.")

@@ -30,7 +30,7 @@ def refuse_unknown_arithmetic(strategy: str, optimizers: Sequence[Optimizer], ra
         if failure is not None:
             remedy = "ddp" if has_modes(optimizer) else "zero1, which shards the state by whole tensors, or ddp"
             raise ConfigError(
-                f"{type(optimizer).__name__} does not work on the sharded parameters of strategy {strategy!r}, because "
+                f"{type(optimizer).__name__} does not work on the sharded parameters of strategy={strategy}, because "
                 f"DTensor lacks an operation ({failure}). Use strategy={remedy}, or another optimizer, such as AdamW."
             )
 

@@ -135,7 +135,7 @@ class PipelineMeshStrategy(MeshStrategy):
                 raise ConfigError("A pipeline runs each stage's backward pass. Do not override Task.backward.")
             if task.trainer.reproducible == "off":
                 raise ConfigError(
-                    "A pipeline needs reproducible: order. All processes of a pipeline must load the same batch, "
+                    "A pipeline needs reproducible=order. All processes of a pipeline must load the same batch, "
                     "which requires keyed random numbers."
                 )
         return super().prepare(task, optimizers)

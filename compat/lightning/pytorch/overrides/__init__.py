@@ -6,7 +6,7 @@ from legato.compat.lightning.inner import alias_below, inner_name, placeholders
 
 prepare_for_backward, = placeholders(
     __name__, "prepare_for_backward",
-    "Strategy ddp prepares the backward pass itself. Return the loss, or call manual_backward.",
+    "The ddp strategy prepares the backward pass itself. Return the loss, or call manual_backward.",
 )
 UnrepeatedDistributedSampler, UnrepeatedDistributedSamplerWrapper = placeholders(
     __name__, "UnrepeatedDistributedSampler UnrepeatedDistributedSamplerWrapper",
