@@ -34,7 +34,7 @@ class DeviceStatsMonitor(Callback):
         if stage == "fit" and not trainer.loggers:
             raise ConfigError("DeviceStatsMonitor needs a logger. Set trainer.logger to True or to a logger.")
         if self._cpu_stats and find_spec("psutil") is None:
-            raise ConfigError("DeviceStatsMonitor(cpu_stats=True) needs the package psutil: pip install psutil.")
+            raise ConfigError("DeviceStatsMonitor(cpu_stats=True) needs the psutil package: pip install psutil.")
 
     def on_train_batch_start(self, trainer: "Trainer", task: "Task", batch: Any, batch_idx: int) -> None:
         """Log before a batch."""

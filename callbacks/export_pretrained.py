@@ -38,7 +38,7 @@ class ExportPretrained(Callback):
         require_models(task)
         if not getattr(trainer.strategy, "whole_at_end", True):
             raise ConfigError(
-                "ExportPretrained needs the full weights when fit ends, but whole_at_end: false leaves them sharded. "
+                "ExportPretrained needs the full weights when fit ends, but whole_at_end=false leaves them sharded. "
                 "Remove the callback and export a checkpoint: legato export RUN DIR --format hf"
             )
 

@@ -22,7 +22,7 @@ def run_completion(options: Namespace) -> None:
     try:
         import shtab
     except ImportError as error:
-        raise ConfigError("legato completion needs the package shtab: pip install 'legato[completion]'") from error
+        raise ConfigError("legato completion needs the shtab package: pip install 'legato[completion]'") from error
     # shtab needs a single parser with subparsers, which the command line doesn't have
     parser = argparse.ArgumentParser(prog="legato")
     commands = parser.add_subparsers()

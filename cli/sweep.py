@@ -144,7 +144,7 @@ def guided_values(
     try:
         import optuna
     except ImportError as error:
-        raise ConfigError("--optuna needs the package optuna: pip install optuna. Or use --random N.") from error
+        raise ConfigError("--optuna needs the optuna package: pip install optuna. Or use --random N.") from error
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     study = optuna.create_study(direction=f"{mode}imize", sampler=optuna.samplers.TPESampler(seed=seed))
     for index in range(count):

@@ -108,8 +108,8 @@ class Verification:
             )
         if not records:
             raise ConfigError(
-                f"{place} has no complete checkpoint to compare with and resume from. Keep some in the next run: "
-                f"Checkpoint(every_n_train_steps=1000, save_top_k=-1)."
+                f"{place} has no complete checkpoint to compare with and resume from. Keep checkpoints in the next "
+                f"run: Checkpoint(every_n_train_steps=1000, save_top_k=-1)."
             )
         for source, target in zip([None, *records], records, strict=False):
             first, start = (source.step if source else 0) + 1, history.start_of(target.step)[1]

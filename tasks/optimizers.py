@@ -140,7 +140,7 @@ def _read_scheduler(entry: Any, monitor: str | None = None) -> SchedulerConfig:
     _require_keys("The lr_scheduler dict", values, tuple(SchedulerConfig.__dataclass_fields__))
     config = SchedulerConfig(**values)
     if not hasattr(config.scheduler, "step"):
-        raise TaskError(f"A learning rate scheduler must have a method `step`, got {_describe(config.scheduler)}.")
+        raise TaskError(f"A learning rate scheduler must have a `step` method, got {_describe(config.scheduler)}.")
     if config.interval not in ("step", "epoch") or not isinstance(config.frequency, int) or config.frequency < 1:
         raise TaskError(
             f"The lr_scheduler dict must have interval 'step' or 'epoch' and a positive integer as frequency, got "

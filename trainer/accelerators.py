@@ -257,7 +257,7 @@ def deterministic_cublas(device_type: str) -> Iterator[None]:
     if workspace is not None and workspace not in _FIXED_WORKSPACES and device_type == "cuda":
         raise ConfigError(
             f"trainer.reproducible=bitwise and trainer.deterministic require {_CUBLAS} to be "
-            f"{' or '.join(_FIXED_WORKSPACES)}, but it is {workspace!r}. Unset it, so that Legato can choose the value."
+            f"{' or '.join(_FIXED_WORKSPACES)}, but it is {workspace!r}. Unset it so that Legato can choose the value."
         )
     set_default(_CUBLAS, _FIXED_WORKSPACES[0])
     try:

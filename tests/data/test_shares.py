@@ -272,7 +272,7 @@ class Told(Ranks):
 
 
 def test_ranks_that_work_on_the_same_batches_must_read_the_same():
-    with pytest.raises(DataError, match="Ranks 0, 1 work on the same batches, but read different data"):
+    with pytest.raises(DataError, match="Ranks 0, 1 work on the same batches but read different data"):
         are_shares({"": [(1, 2)]}, Told(), 0)
 
 

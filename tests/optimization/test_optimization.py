@@ -80,7 +80,7 @@ def test_no_optimizer_trains_nothing(trainer):
     [
         (lambda optimizer: "adam", "It returned str"),
         (lambda optimizer: [optimizer, 3], "Expected an optimizer, got int: 3"),
-        (lambda optimizer: ([optimizer], [3]), "must have a method `step`"),
+        (lambda optimizer: ([optimizer], [3]), "must have a `step` method"),
         (lambda optimizer: ([3], []), "Expected an optimizer, got int"),
         (lambda optimizer: scheduler_of(optimizer), "It returned a StepLR"),
         (lambda optimizer: {"optimiser": optimizer}, "unknown key 'optimiser'. Did you mean 'optimizer'?"),

@@ -196,11 +196,11 @@ PAIR = Place(0, 0, 0, 2, 2, 1, "environment")
 def test_a_port_in_use_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        with pytest.raises(ConfigError, match=rf"The rendezvous port {port} of 127.0.0.1.*in use.*init_method"):
+        with pytest.raises(ConfigError, match=rf"The rendezvous port {port} on 127.0.0.1.*in use.*init_method"):
             join_process_group(PAIR, "gloo", TIMEOUT, f"tcp://127.0.0.1:{port}")
         monkeypatch.setenv("MASTER_ADDR", "localhost")
         monkeypatch.setenv("MASTER_PORT", str(port))
-        with pytest.raises(ConfigError, match=rf"The rendezvous port {port} of localhost.*in use.*MASTER_PORT"):
+        with pytest.raises(ConfigError, match=rf"The rendezvous port {port} on localhost.*in use.*MASTER_PORT"):
             join_process_group(PAIR, "gloo", TIMEOUT)
 
 

@@ -87,7 +87,7 @@ CASES = {
     "a split of others": (Blocks, {**named("ddp_model_parallel", split=[9, 1]), "devices": 4}, "split"),
     "stages of others": (Blocks, named("mesh", pipeline=2, split=[9, 1]), "split"),
     "replicas that do not go round": (Net, {"strategy": "ddp", "replicas": 1}, "more"),
-    "servers alone": (Net, named("ddp_rpc", servers=2), "2 processes - 2 servers = 0"),
+    "servers alone": (Net, named("ddp_rpc", servers=2), "2 processes minus 2 servers leaves 0"),
     **{
         f"{kind} under {strategy}": (task, {"strategy": strategy, "resume": "other"}, message)
         for strategy in ("ddp", "zero1", "fsdp")

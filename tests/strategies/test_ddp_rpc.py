@@ -197,7 +197,7 @@ def test_modules_that_cannot_be_served_are_refused(task, kind, message):
 def test_too_few_processes_or_several_nodes_are_refused():
     strategy = DDPRPCStrategy(servers=2)
     assert [strategy.serve(Place(rank, world_size=4)) for rank in range(4)] == [False, False, True, True]
-    with pytest.raises(ConfigError, match="2 processes - 2 servers = 0 trainers"):
+    with pytest.raises(ConfigError, match="2 processes minus 2 servers leaves 0 trainers"):
         strategy.serve(Place(0, world_size=2))
     with pytest.raises(ConfigError, match="runs on one node only, got 2"):
         strategy.serve(Place(0, world_size=4, nodes=2))

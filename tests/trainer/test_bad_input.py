@@ -284,7 +284,7 @@ def test_a_fraction_of_an_epoch_of_unknown_length(refused):
 
 def test_validation_over_epochs_needs_a_count(refused):
     message = refused(ConfigError, Validated(), make_loader(), make_loader(), check_val_every_n_epoch=None)
-    assert "val_check_interval as a number" in message
+    assert "val_check_interval to be a number" in message
 
 
 # --- monitored metrics ------------------------------------------------------------------------------------------------

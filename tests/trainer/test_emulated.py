@@ -163,7 +163,7 @@ def test_each_process_sees_the_one_device_that_a_launcher_gives_it(tmp_path, two
     assert first["weights"] == second["weights"] == pytest.approx(two_replicas["weights"], abs=1e-3)
 
     refused = [process.communicate(timeout=120)[1] for process, _ in fit(EMUL_VISIBLE="")]
-    assert "runs 2 processes, but trainer.devices has 1 emul devices. Start one process per device" in refused[0]
+    assert "runs 2 processes, but trainer.devices lists 1 emul devices. Start one process per device" in refused[0]
 
 
 @pytest.mark.slow

@@ -206,7 +206,7 @@ class LocalFolder:
         folder = temporary_path(self.path / name, PARTIAL)
         if not folder.is_dir():
             raise CheckpointError(
-                f"This process does not see the folder {folder}. Every process writes to the checkpoint, so its folder "
+                f"This process cannot see the folder {folder}. Every process writes to the checkpoint, so its folder "
                 f"must be shared. Set default_root_dir to a folder on a shared file system."
             )
         return fill(HashedFile(folder / file))

@@ -146,7 +146,7 @@ def are_shares(samples: Mapping[str, list[Sample]], ranks: Ranks, data_rank: int
         together = [rank for rank, (its_number, _) in enumerate(every) if its_number == number]
         if any(differ([every[rank][1][name] for rank in together]) for name in samples):
             raise DataError(
-                f"Ranks {', '.join(map(str, together))} work on the same batches, but read different data. A dataset "
+                f"Ranks {', '.join(map(str, together))} work on the same batches but read different data. A dataset "
                 f"that selects samples by rank must use the rank along the data axis."
             )
     by_data_rank = list(dict(every).values())

@@ -160,7 +160,7 @@ class Metrics:
             return
         if self.series is None:  # closed by reduce_epoch
             raise TaskError(
-                f"log({name!r}) was called outside any step or epoch, so no logging point covers its value. "
+                f"log({name!r}) was called outside any step or epoch, so there is no step or epoch to log it for. "
                 f"Call it in a step, in on_train_batch_*, or in on_*_epoch_start and on_*_epoch_end."
             )
         if options[6] and (self.replica if self.in_step else self.first_replica) != 0:

@@ -390,7 +390,7 @@ class Optimization:
     def manual_backward(self, loss: Tensor, *arguments: Any, **options: Any) -> None:
         """Run backward under manual optimization."""
         if self.automatic:
-            raise TaskError("manual_backward needs automatic_optimization = False. Otherwise, return the loss.")
+            raise TaskError("manual_backward needs automatic_optimization = False. Set it, or return the loss.")
         if not loss.requires_grad:
             raise TaskError(describe_bad_loss(loss))
         # torch.amp.GradScaler has one scale for all optimizers: if it changed before all have used it, the others'

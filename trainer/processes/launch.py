@@ -133,7 +133,7 @@ def _write_payload(path: Path, function: Callable[[], Any]) -> None:
             ) from error
         except OSError as error:
             raise ConfigError(
-                f"The task and its data cannot be written to {path.parent}, from which worker processes read them: "
+                f"The task and its data cannot be written to {path.parent}, where worker processes read them: "
                 f"{error.strerror or error}. Set TMPDIR to a folder with enough space."
             ) from error
 
@@ -452,8 +452,8 @@ def _answer(report: Path, value: bytes) -> None:
         write_atomically(report, pack(0), value)
     except OSError as error:
         raise WorkerError(
-            f"The work is done, but its result of {len(value):,} bytes cannot be written to {report.parent}, from "
-            f"which the caller reads it: {error.strerror or error}. The run's checkpoints are complete. Set TMPDIR to "
+            f"The work is done, but its result of {len(value):,} bytes cannot be written to {report.parent}, where "
+            f"the caller reads it: {error.strerror or error}. The run's checkpoints are complete. Set TMPDIR to "
             f"a folder with enough space."
         ) from error
 
@@ -508,7 +508,7 @@ def run_workers(
     if processes < 1:
         raise ConfigError(f"The number of processes must be at least 1, got {processes}.")
     if nodes > 1 and max_restarts:
-        raise ConfigError("max_restarts applies only to one node. With num_nodes > 1, use torchrun --max-restarts.")
+        raise ConfigError("max_restarts supports only one node. With num_nodes > 1, use torchrun --max-restarts.")
     warm_up()
     node_rank, host, port = find_node(nodes)
     store: Any = None

@@ -237,7 +237,7 @@ class Settings:
             try:
                 import_module(name)
             except Exception as error:  # the script's functions may not need the module
-                log.warning("A worker cannot import %s, which the script has imported: %s", name, error)
+                log.warning("A worker cannot import %s, which the script imported: %s", name, error)
 
 
 @dataclass

@@ -86,7 +86,7 @@ def plan_validation(call: Call) -> None:
     # 1.0 is an epoch, 1 is one batch
     elif isinstance(interval, float):
         if over_epochs and interval == 1.0:
-            raise ConfigError("check_val_every_n_epoch=None requires val_check_interval as a number of batches.")
+            raise ConfigError("check_val_every_n_epoch=None requires val_check_interval to be a number of batches.")
         if interval != 1.0 and rounds is None:
             raise ConfigError(
                 f"val_check_interval={interval} is a fraction of an epoch, but the training loader has no length. Use "

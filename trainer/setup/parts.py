@@ -89,7 +89,7 @@ def make_loggers(wanted: Any) -> list[Logger]:
     for logger in loggers:
         if not isinstance(logger, Logger):
             raise ConfigError(
-                f"trainer.logger must be True, False, a legato Logger or a list of loggers; got "
+                f"trainer.logger must be True, False, a Legato Logger or a list of loggers; got "
                 f"{describe_kind(logger)}."
             )
     return loggers

@@ -57,7 +57,7 @@ class GroupStrategy(Strategy):
         is_assigned = len(devices) == 1 and place.origin not in ("alone", "legato") and assigned_device(devices[0])
         if place.local_world_size > len(devices) and devices[0].type != "cpu" and not is_assigned:
             raise ConfigError(
-                f"This machine runs {place.local_world_size} processes, but trainer.devices has {len(devices)} "
+                f"This machine runs {place.local_world_size} processes, but trainer.devices lists {len(devices)} "
                 f"{devices[0].type} devices. Start one process per device, or let processes share devices: "
                 f"trainer.devices={[index % len(devices) for index in range(place.local_world_size)]}."
             )

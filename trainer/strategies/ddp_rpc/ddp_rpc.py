@@ -104,8 +104,8 @@ class DDPRPCStrategy(DDPStrategy):
             raise ConfigError(f"strategy=ddp_rpc runs on one node only, got {place.nodes} nodes. Set num_nodes=1.")
         if trainers < 1:
             raise ConfigError(
-                f"strategy=ddp_rpc needs at least one trainer, but {place.world_size} processes - {self.servers} "
-                f"servers = {trainers} trainers. Start trainer.devices + servers processes."
+                f"strategy=ddp_rpc needs at least one trainer, but {place.world_size} processes minus "
+                f"{self.servers} servers leaves {trainers} trainers. Start trainer.devices + servers processes."
             )
         return trainers
 

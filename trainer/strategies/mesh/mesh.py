@@ -78,8 +78,8 @@ def refuse_optimizers(name: str, task: "Task", optimizers: Sequence[Optimizer], 
     empty = [parameter for parameter, weight in task.named_parameters() if not local_part(weight).numel()]
     if compiled and empty:
         raise ConfigError(
-            f"torchao's {type(compiled[0]).__name__} computes wrong updates if a process has an empty shard. "
-            f"strategy={name} creates empty shards of {first_names(empty)}. Use torch.optim, or strategy=ddp."
+            f"torchao's {type(compiled[0]).__name__} computes wrong updates if a process has an empty shard, "
+            f"and strategy={name} creates empty shards of {first_names(empty)}. Use torch.optim, or strategy=ddp."
         )
 
 

@@ -30,7 +30,7 @@ def read_sizes(asked: Mapping[str, Size]) -> None:
             raise ConfigError(f"strategy=mesh: expected a positive number of processes or 'auto', got {axis}={size!r}.")
     automatic = [axis for axis, size in asked.items() if size == "auto"]
     if len(automatic) > 1:
-        raise ConfigError(f"strategy=mesh: {' and '.join(automatic)} are 'auto', but only one size can be.")
+        raise ConfigError(f"strategy=mesh: {' and '.join(automatic)} are 'auto', but only one size may be 'auto'.")
 
 
 def fit_sizes(asked: Mapping[str, Size], processes: int, machines: int = 1) -> Sizes:

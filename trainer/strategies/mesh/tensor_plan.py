@@ -69,7 +69,7 @@ def plan_of(task: "Task") -> dict[str, str]:
                 continue
             if word not in HUB_WORDS:
                 raise ConfigError(
-                    f"The tensor-parallel plan of {type(modules[model]).__name__} has style {word!r} for {names}, but "
+                    f"The tensor-parallel plan of {type(modules[model]).__name__} uses style {word!r} for {names}, but "
                     f"Legato supports only {', '.join(HUB_WORDS)}. Define tensor_plan() in {type(task).__name__} with "
                     f"other layers, or use shard instead of tensor."
                 )
@@ -90,7 +90,7 @@ def words_of(task: "Task", parts: int, in_shards: bool) -> dict[str, str]:
     summed = [name for name, word in words.items() if in_shards and word == REPLICATED]
     if summed:
         raise ConfigError(
-            f"tensor_shards: the gradient of {first_names(summed)} is a sum over tokens and heads. Its order depends "
+            f"tensor_shards: the gradient of {first_names(summed)} is a sum over tokens and heads, whose order depends "
             f"on the number of processes. Leave the layers around this module out of the plan, or omit tensor_shards."
         )
     return {name: word for name, word in words.items() if word in ("column", "row")} if in_shards else words
