@@ -745,7 +745,7 @@ def test_a_run_on_a_stream_goes_on_from_each_of_its_steps_as_if_undisturbed(tmp_
 
 
 def drawn(package, **options):
-    """Return the random draws of set-up hooks after the script has seeded the generators."""
+    """Return the random draws of setup hooks after the script has seeded the generators."""
 
     class Draws(package.LightningModule):
         def __init__(self):

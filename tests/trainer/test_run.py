@@ -55,7 +55,7 @@ def test_the_loop_state_is_small():
 
 
 class SetUp(Validated):
-    """Notes at each set-up hook which phase the run has reached, and what can be read of it."""
+    """Notes at each setup hook which phase the run has reached, and what can be read of it."""
 
     def __init__(self):
         super().__init__()
