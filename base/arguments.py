@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_type_hi
 
 from .errors import did_you_mean
 from .quantities import Duration
-from .values import Build, Problem, Range, Rule, fit
+from .values import Problem, Range, Rule, fit
 
 if TYPE_CHECKING:
     from .contracts import Callback, CheckpointFormat, Logger, Strategy
@@ -278,16 +278,12 @@ def documented_arguments(docstring: str | None) -> dict[str, str]:
     return {name.strip(" `"): re.sub(r"\s+", " ", text) for names, text in entries for name in names.split(",")}
 
 
-def problems(arguments: Mapping[str, Any], build: Build = lambda value, key, base: (value, [])) -> list[Problem]:
-    """Return the mistakes in the Trainer's arguments. Their keys have the form ("trainer", name).
-
-    Args:
-        build: Function that checks a mapping with `_target_`. By default, such mappings are accepted unchecked.
-    """
+def problems(arguments: Mapping[str, Any]) -> list[Problem]:
+    """Return the mistakes in the Trainer's arguments, with keys ("trainer", name). Mappings with `_target_` pass."""
     mistakes: list[Problem] = []
     for name, value in arguments.items():
         if name in ARGUMENT_NAMES:
-            mistakes += fit(argument_types()[name], value, ("trainer", name), build)[1]
+            mistakes += fit(argument_types()[name], value, ("trainer", name), lambda value, key, base: (value, []))[1]
         else:
             mistakes.append(Problem(("trainer", name), f"is not an argument of Trainer.{instead_of(name)}"))
     return mistakes

@@ -74,8 +74,12 @@ SYNONYMS = {"fp16": "16-mixed", "float16": "16-mixed", "half": "16-mixed", "bflo
 
 def did_you_mean(word: str, names: Iterable[str], cutoff: float = 0.6) -> str:
     """Return " Did you mean X?" for the name nearest to `word`; "" if there is none."""
-    near = nearest_name(word, names, cutoff)
-    return f" Did you mean {near!r}?" if near else ""
+    return suggestion(nearest_name(word, names, cutoff))
+
+
+def suggestion(name: str) -> str:
+    """Return " Did you mean X?" for a name; "" if it is empty."""
+    return f" Did you mean {name!r}?" if name else ""
 
 
 def nearest_name(word: str, names: Iterable[str], cutoff: float = 0.6) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from .environment import get_variable
-from .errors import CheckpointError, did_you_mean
+from .errors import CheckpointError, nearest_name
 
 TARGET = "_target_"
 """Key for the dotted path of the class or function to call."""
@@ -23,11 +23,11 @@ POSITIONAL = "_args_"
 
 
 def misspelt_word(name: object) -> str:
-    """Return " Did you mean ...?" if `name` is a misspelling of a special key such as `_target_`, otherwise ""."""
+    """Return the special key, such as `_target_`, of which `name` is a misspelling; "" if there is none."""
     words = (TARGET, PARTIAL, POSITIONAL)
     # only names that begin with an underscore: a key such as `target` may be an argument
     likely = isinstance(name, str) and name.startswith("_") and name not in words
-    return did_you_mean(str(name), words, 0.8) if likely else ""
+    return nearest_name(str(name), words, 0.8) if likely else ""
 
 
 def call_target(target: Callable[..., Any], arguments: Mapping[str, Any], partial: bool) -> Any:

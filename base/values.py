@@ -19,7 +19,7 @@ from os import PathLike
 from pathlib import Path, PurePath
 from typing import Any, Literal, NamedTuple, TypeGuard
 
-from .errors import did_you_mean
+from .errors import nearest_name, suggestion
 from .run_names import address_problem
 from .targets import TARGET, misspelt_word
 
@@ -35,10 +35,17 @@ _PLAIN = (bool, int, float, str, tuple, timedelta, None, type(None), Literal, *_
 
 
 class Problem(NamedTuple):
-    """A mistake, with its key and a sentence that says what was expected, what was found and how to correct it."""
+    """A mistake, with its key and a sentence that says what was expected, what was found and how to correct it.
+
+    `right_name` and `right_value` are the key and the value that the sentence suggests, and `example` is a `correction`
+    to append to it; each is "" if there is none.
+    """
 
     key: Key
     message: str
+    right_name: str = ""
+    right_value: str = ""
+    example: str = ""
 
 
 @dataclass(frozen=True)
@@ -89,7 +96,7 @@ def fit(expected: Any, value: Any, key: Key, build: Build) -> Fitted:
         if not problems and not all(rule.accepts(value) for rule in parts[1:] if isinstance(rule, Range | Rule)):
             problems = [Problem(key, "")]
         # messages about this value mention the range; a mistake in a list item keeps the item's message
-        return fitted, [Problem(key, _wrong((expected,), value)) if p.key == key else p for p in problems]
+        return fitted, [_mismatch(key, (expected,), value) if p.key == key else p for p in problems]
     if origin in (typing.Union, types.UnionType):
         return _fit_union(parts, value, key, build)
     # checked before the shape, because a mapping with `_target_` builds an object of any class
@@ -98,7 +105,7 @@ def fit(expected: Any, value: Any, key: Key, build: Build) -> Fitted:
             return value, [Problem(key, f"must not have a `{TARGET}`: it must be {name_of(expected)}.")]
         return build(value, key, origin if isinstance(origin, type) and origin is not Any else object)
     if not _has_shape(origin, parts, value):
-        return value, [Problem(key, _wrong((expected,), value))]
+        return value, [_mismatch(key, (expected,), value)]
     if isinstance(value, dict):
         return _fit_mapping(origin, parts, value, key, build)
     if isinstance(value, list):
@@ -153,7 +160,7 @@ def _fit_union(members: tuple[Any, ...], value: Any, key: Key, build: Build) -> 
         within = isinstance(value, dict | list) and any(problem.key != key for problem in problems)
         if within or (member in _PATHS and isinstance(value, str)):
             inner = inner or problems
-    return value, inner or [Problem(key, _wrong(members, value))]
+    return value, inner or [_mismatch(key, members, value)]
 
 
 def _has_shape(origin: Any, parts: Any, value: Any) -> bool:
@@ -207,7 +214,7 @@ def _nearly_a_target(value: Mapping[Any, Any]) -> str:
     """Return a message if a plain mapping was probably meant to build an object, otherwise ""."""
     if "class_path" in value and value.keys() <= {"class_path", "init_args", "dict_kwargs"}:
         return f"uses LightningCLI's format. Write {{{TARGET}: {value['class_path']}}} and put the arguments beside it."
-    return next((f"has {name!r}.{hint}" for name in value if (hint := misspelt_word(name))), "")
+    return next((f"has {name!r}.{suggestion(word)}" for name in value if (word := misspelt_word(name))), "")
 
 
 def same(left: Any, right: Any) -> bool:
@@ -257,25 +264,27 @@ def describe(value: Any) -> str:
     return f"{kind}{text if len(text) <= 60 else text[:57] + '...'}"
 
 
-def _wrong(members: tuple[Any, ...], value: Any) -> str:
-    """Return a message with the expected types, the value and, if possible, a correction."""
+def _mismatch(key: Key, members: tuple[Any, ...], value: Any) -> Problem:
+    """Return the problem of a value that has none of the expected types, if possible with a correction."""
     message = f"must be {_either(members)}, not {describe(value)}."
     bare = [typing.get_args(kind)[0] if typing.get_origin(kind) is typing.Annotated else kind for kind in members]
     kinds = {typing.get_origin(kind) or kind for kind in bare}
     if isinstance(value, str):
         if bool in kinds and value.lower() in ("true", "false", "yes", "no", "on", "off"):
-            return f"{message} Write {'true' if value.lower() in ('true', 'yes', 'on') else 'false'}."
+            right = "true" if value.lower() in ("true", "yes", "on") else "false"
+            return Problem(key, f"{message} Write {right}.", right_value=right)
         if value == "None" and type(None) in kinds:
-            return f"{message} Write null."
+            return Problem(key, f"{message} Write null.", right_value="null")
         if float in kinds and re.fullmatch(r"[-+]?[0-9]+\.[0-9]+(e[-+]?[0-9]+)?", value):
-            return f"{message} Write {value} without quotes."
+            return Problem(key, f"{message} Write {value} without quotes.", right_value=value)
         if kinds & {int, float} and re.fullmatch(r"[-+]?[0-9]{1,18}", value):
-            return f"{message} Write {int(value)} without quotes."
+            return Problem(key, f"{message} Write {int(value)} without quotes.", right_value=str(int(value)))
         words = [word for kind in bare if typing.get_origin(kind) is Literal for word in typing.get_args(kind)]
-        return message + did_you_mean(value, [word for word in words if isinstance(word, str)])
+        near = nearest_name(value, [word for word in words if isinstance(word, str)])
+        return Problem(key, message + suggestion(near), right_value=near)
     # floats above 2^53 skip integers, so the suggestion could differ from the number in the file
     if int in kinds and isinstance(value, float) and value.is_integer() and abs(value) < 1e16:
-        return f"{message} Write {int(value)}."
+        return Problem(key, f"{message} Write {int(value)}.", right_value=str(int(value)))
     if kinds & {str, *_PATHS} and type(value) in (int, float):
-        return f"{message} Put it in quotes."
-    return message
+        message += " Put it in quotes."
+    return Problem(key, message)

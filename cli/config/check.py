@@ -6,7 +6,6 @@ checker reports all mistakes in one message.
 """
 
 import logging
-import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -15,8 +14,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
-from ...base.arguments import TORCH_OPTIONS, TrainerArguments, argument_texts, argument_types, instead_of, problems
-from ...base.errors import ConfigError, correction, did_you_mean
+from ...base.arguments import ARGUMENT_NAMES, INSTEAD, TORCH_OPTIONS, TrainerArguments, argument_texts, argument_types
+from ...base.errors import ConfigError, correction, did_you_mean, nearest_name, suggestion
 from ...base.location import place_problem
 from ...base.run_names import name_problem
 from ...base.targets import PARTIAL, POSITIONAL, TARGET, misspelt_word
@@ -59,6 +58,12 @@ FOREIGN = {
     "<<": "YAML 1.2 has no merge keys: use `extends` for a file, or ${...} for a value.",
 }
 """What to write instead of keys from LightningCLI, Hydra and YAML 1.1."""
+ALTERNATIVES: dict[Key, Mapping[str, str]] = {
+    ("trainer",): INSTEAD | {name: f"It is a top-level key: write {name}=..." for name in SECTIONS},
+    ("trainer", "strategy"): TORCH_OPTIONS,
+    ("run",): {"csv": INSTEAD["write_csv"]},
+}
+"""What to write instead of arguments from other libraries, earlier versions and other sections, by section."""
 BUILDABLE = ("collections.OrderedDict", "collections.deque", "datetime.timedelta", "pathlib.Path")
 """Standard library classes that a config may build. Other classes could run arbitrary programs."""
 LAUNCHERS = {
@@ -241,7 +246,8 @@ class KeyChecker:
         """Yield every mistake."""
         for name in self.values:
             if name not in SECTIONS:
-                yield Problem((name,), f"is not a config key.{self._section_meant(name)}")
+                near, advice = self._nearest_key(name), FOREIGN.get(name) or f"The keys are {', '.join(SECTIONS)}."
+                yield Problem((name,), f"is not a config key.{suggestion(near) or f' {advice}'}", near)
         if self.values.get("task") is None:
             yield Problem(("task",), f"is missing. Write task: {{{TARGET}: my_module.MyTask}}, a subclass of Task.")
         for key, value in entries(self.values):
@@ -262,7 +268,7 @@ class KeyChecker:
             if not isinstance(self.values.get(name, {}), dict):
                 message = f"must map names to `{TARGET}` mappings, not {describe(self.values[name])}."
                 example = correction(f"{name}: [{{{TARGET}: ...}}]", f"{name}: {{my_name: {{{TARGET}: ...}}}}")
-                yield Problem((name,), message + example)
+                yield Problem((name,), message, example=example)
 
     def _addresses(self) -> Iterator[Problem]:
         """Yield the mistakes in object-store URLs, including missing packages."""
@@ -286,24 +292,18 @@ class KeyChecker:
             elif name in MOVED:
                 yield Problem(key, f"has moved: write {dotted(MOVED[name])}.")
             elif name not in TRAINER.parameters:
-                hint = f" It is a top-level key: write {name}=..." if name in SECTIONS else instead_of(name)
-                yield Problem(
-                    key, f"is not an argument of Trainer.{_foreign(name) or hint or _list_names(TRAINER.parameters)}"
-                )
+                yield _unknown_argument(key, "Trainer", TRAINER.parameters, nearest_name(str(name), ARGUMENT_NAMES))
             # a name from a table, whose class is parsed from source rather than imported
             elif name == "strategy" and not is_target(value):
                 yield from self._named(value, key, {"auto": "", **STRATEGIES})
             else:
-                yield from problems({name: value}, self.check)
+                yield from fit(TRAINER.parameters[name].type, value, key, self.check)[1]
 
     def _run(self, section: Mapping[Any, Any]) -> Iterator[Problem]:
         for name, value in section.items():
             key: Key = ("run", name)
             if name not in RUN.parameters:
-                removed = instead_of("write_csv") if name == "csv" else ""  # the Trainer's name for the removed run.csv
-                yield Problem(
-                    key, f"is not an argument of run.{removed or _foreign(name) or _nearest(name, RUN.parameters)}"
-                )
+                yield _unknown_argument(key, "run", RUN.parameters)
                 continue
             mistakes = fit(RUN.parameters[name].type, value, key, _left_for_later)[1]
             checks: dict[str, Callable[[str], str | None]] = {"name": name_problem, "root": place_problem}
@@ -317,9 +317,9 @@ class KeyChecker:
         name, kind = value.get("name") if isinstance(value, dict) else value, str(key[-1])
         if not isinstance(name, str) or name not in choices:
             start = "must be one of" if isinstance(value, str) else "must be, or have as `name`, one of"
-            hint = did_you_mean(name.lower(), choices) if isinstance(name, str) else ""
+            near = nearest_name(name.lower(), choices) if isinstance(name, str) else ""
             shown = describe(name if name is not None else value)
-            yield Problem(key, f"{start} {', '.join(choices)}, not {shown}.{hint}")
+            yield Problem(key, f"{start} {', '.join(choices)}, not {shown}.{suggestion(near)}", right_value=near)
         elif isinstance(value, dict):
             signature = self.signature(class_path(kind, name)) if choices[name] else Signature({})
             yield from self.arguments(options_of(value)[1], key, f"the {kind} {name!r}", signature)[1]
@@ -329,7 +329,7 @@ class KeyChecker:
         if not isinstance(value, dict):
             example = correction(f"{key[-1]}: {value}", f"{key[-1]}: {{{TARGET}: {value}}}")
             message = f"must be a mapping with `{TARGET}` and arguments, not {describe(value)}."
-            yield Problem(key, message + (example if isinstance(value, str) and "." in value else ""))
+            yield Problem(key, message, example=example if isinstance(value, str) and "." in value else "")
         elif TARGET not in value:
             # usually an override that misspells the entry's name
             siblings = [name for name in self.values[str(key[0])] if name != key[-1]] if len(key) > 1 else []
@@ -337,7 +337,7 @@ class KeyChecker:
             hint = did_you_mean(str(key[-1]), siblings) or f" Set it to a subclass of {expected}."
             paths = [(name, path) for name, path in value.items() if str(name).strip("_") == "target"]
             example = correction(f"{paths[0][0]}: {paths[0][1]}", f"{TARGET}: {paths[0][1]}") if paths else ""
-            yield Problem(key, f"has no `{TARGET}`.{hint}{example}")
+            yield Problem(key, f"has no `{TARGET}`.{hint}", example=example)
         elif not isinstance(value[TARGET], str):
             yield Problem((*key, TARGET), f"must be a dotted path to a class, not {describe(value[TARGET])}.")
         else:
@@ -380,8 +380,7 @@ class KeyChecker:
                 # a config may repeat a default that does not match its annotation
                 mistakes += [] if name in parameters and same(item, parameters[name].default) else wrong
             else:
-                near = misspelt_word(name) if nested else ""
-                mistakes.append(Problem(inner, f"is not an argument of {owner}.{near or _instead(inner, parameters)}"))
+                mistakes.append(_unknown_argument(inner, owner, parameters, misspelt_word(name) if nested else ""))
         # the caller of a partial passes the missing arguments
         is_partial = nested and value.get(PARTIAL)
         for name, parameter in parameters.items():
@@ -391,15 +390,15 @@ class KeyChecker:
                 mistakes.append(Problem((*key, name), f"is missing: {owner} requires it{kind}.{hint}"))
         return fitted, mistakes
 
-    def _section_meant(self, name: Any) -> str:
+    def _nearest_key(self, name: Any) -> str:
+        """Return the dotted key that an unknown top-level key probably means; "" if there is none."""
         if name in (*TRAINER.parameters, *MOVED):
-            return f" Did you mean '{dotted(MOVED[name]) if name in MOVED else f'trainer.{name}'}'?"
+            return dotted(MOVED[name]) if name in MOVED else f"trainer.{name}"
         for section in ("task", "data"):
             value = self.values.get(section)
             if is_target(value) and name in (argument_names(str(value[TARGET])) or ()):
-                return f" Did you mean '{section}.{name}'?"
-        hint = did_you_mean(str(name), SECTIONS) or f" The keys are {', '.join(SECTIONS)}."
-        return f" {FOREIGN[name]}" if name in FOREIGN else hint
+                return f"{section}.{name}"
+        return "" if name in FOREIGN else nearest_name(str(name), SECTIONS)
 
 
 # --- values -----------------------------------------------------------------------------------------------------------
@@ -496,59 +495,44 @@ def _left_for_later(value: Any, key: Key, base: Any) -> Fitted:
     return value, []
 
 
-def _instead(key: Key, names: Iterable[str]) -> str:
-    """Return a sentence suggesting an alternative to an unknown argument."""
-    name = key[-1]
-    if key[:-1] == ("trainer", "strategy") and name in TORCH_OPTIONS:
-        return f" {TORCH_OPTIONS[str(name)]}"
-    return _foreign(name) or _nearest(name, names)
-
-
-def _foreign(name: Any) -> str:
-    return f" {FOREIGN[name]}" if name in FOREIGN and str(name).startswith(("_", "<")) else ""
-
-
-def _nearest(name: Any, names: Iterable[str]) -> str:
-    names = list(names)
-    return did_you_mean(str(name), names) or _list_names(names)
-
-
-def _list_names(names: Iterable[str]) -> str:
-    names = list(names)
-    return f" It takes {', '.join(names[:12]) or 'no arguments'}{', ...' if len(names) > 12 else ''}."
+def _unknown_argument(key: Key, owner: str, names: Iterable[str], near: str = "") -> Problem:
+    """Return the problem of an unknown argument, with an alternative, the nearest name or a list of names."""
+    name, names = str(key[-1]), list(names)
+    texts = {**ALTERNATIVES.get(key[:-1], {}), **(FOREIGN if name.startswith(("_", "<")) else {})}
+    if name in texts:
+        return Problem(key, f"is not an argument of {owner}. {texts[name]}")
+    near = near or nearest_name(name, names)
+    hint = (
+        suggestion(near) or f" It takes {', '.join(names[:12]) or 'no arguments'}{', ...' if len(names) > 12 else ''}."
+    )
+    return Problem(key, f"is not an argument of {owner}.{hint}", near)
 
 
 def _message(mistakes: Sequence[Problem], layer: Layer) -> str:
     """Return an error message with one line per mistake. For a single mistake, add the argument's documentation."""
-    parts = [(key, *text.partition("\n    ")) for key, text in mistakes[:_SHOWN]]
-    lines = [" ".join(f"{layer.origin(key)}: {dotted(key)} {text}".splitlines()) for key, text, *_ in parts]
+    shown = mistakes[:_SHOWN]
+    lines = [" ".join(f"{layer.origin(key)}: {dotted(key)} {text}".splitlines()) for key, text, *_ in shown]
     if len(mistakes) > 1:
         more = f"; the first {_SHOWN}" if len(mistakes) > _SHOWN else ""
         return "\n".join([f"The config has {len(mistakes)} mistakes{more}:", *lines])
     section, *names = mistakes[0].key
     text = argument_texts().get(str(names[0]), "") if section == "trainer" and names else ""
-    example = "".join(parts[0][2:]) or _example(mistakes[0], layer)
-    return lines[0] + example + (f"\n{text}" if text else "")
+    return lines[0] + (mistakes[0].example or _example(mistakes[0], layer)) + (f"\n{text}" if text else "")
 
 
 def _example(mistake: Problem, layer: Layer) -> str:
-    """Return the wrong and the right line (or override) for a mistake whose text has a suggestion, otherwise ""."""
-    key, text = mistake
-    suggestion = _SUGGESTION.search(text)
+    """Return the wrong and the right line (or override) for a mistake with a suggestion, otherwise ""."""
+    key, _, right_name, right_value, _ = mistake
     value: Any = layer.values
     for name in key:
         value = value[name] if isinstance(value, dict) and name in value else None
-    if suggestion is None or key[-1] == TARGET or isinstance(value, dict | list | None) or key in layer.secrets:
+    if not (right_name or right_value) or isinstance(value, dict | list | None) or key in layer.secrets:
         return ""
-    right, is_name = suggestion[1], text.startswith("is not ")
-    shown = format_value(value) if is_name or "without quotes" in text else str(value)
+    # as in the file: without quotes, unless only they are wrong
+    shown = str(value) if right_value and right_value != str(value) else format_value(value)
     if layer.origin(key).startswith("override"):
-        renamed = dotted((*key[:-1], right))
-        return correction(f"{dotted(key)}={shown}", f"{renamed}={shown}" if is_name else f"{dotted(key)}={right}")
-    section, dot, inner = right.partition(".") if is_name else (right, "", "")
-    moved = f"{section}: {{{inner}: {shown}}}" if dot else f"{right}: {shown}"
-    return correction(f"{key[-1]}: {shown}", moved if is_name else f"{key[-1]}: {right}")
-
-
-_SUGGESTION = re.compile(r"(?:Did you mean|Write) '?([\w.]+?)'?(?: without quotes)?[.?]$")
-"""Matches the name or value suggested at the end of a message."""
+        renamed = dotted((*key[:-1], right_name or key[-1]))
+        return correction(f"{dotted(key)}={shown}", f"{renamed}={right_value or shown}")
+    section, _, inner = right_name.partition(".")
+    moved = f"{section}: {{{inner}: {shown}}}" if inner else f"{section or key[-1]}: {right_value or shown}"
+    return correction(f"{key[-1]}: {shown}", moved)

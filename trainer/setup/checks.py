@@ -33,7 +33,7 @@ def check_arguments(trainer: "Trainer") -> None:
             raise ConfigError(f"trainer.default_root_dir {fault}")
         trainer.default_root_dir = str(root) if isinstance(trainer.default_root_dir, str) else root
     values = {name: getattr(trainer, name) for name in ARGUMENT_NAMES}
-    mistakes = [f"trainer.{key[1]}={values[str(key[1])]!r} {message}" for key, message in problems(values)]
+    mistakes = [f"trainer.{key[1]}={values[str(key[1])]!r} {message}" for key, message, *_ in problems(values)]
     if mistakes:
         raise ConfigError("\n".join(mistakes))
     if isinstance(trainer.val_check_interval, (str, timedelta, Mapping)):
