@@ -195,11 +195,9 @@ def compare(ours: Contents, theirs: Contents) -> Iterator[tuple[float, str]]:
             scales[kind] = max(scales.get(kind, 0.0), float(theirs[name].double().abs().nan_to_num().max()))
     for name in shared:
         result, reference = ours[name], theirs[name]
-        if result.dtype != reference.dtype or result.shape != reference.shape:
-            yield (
-                float("inf"),
-                f"{name} ({result.dtype} {tuple(result.shape)}, {reference.dtype} {tuple(reference.shape)})",
-            )
+        layouts = [f"{tensor.dtype} {tuple(tensor.shape)}" for tensor in (result, reference)]
+        if layouts[0] != layouts[1]:
+            yield float("inf"), f"{name} ({', '.join(layouts)})"
         elif not torch.equal(_bytes(result), _bytes(reference)):
             size = max(float(reference.double().abs().max()), 1e-2 * scales[_kind(name)], 1e-300)
             difference = float((result.double() - reference.double()).abs().max()) / size
