@@ -293,7 +293,7 @@ def test_saves_in_the_background_and_their_errors() -> None:
 
 
 def test_a_repository_of_the_hub_is_not_written_to() -> None:
-    with pytest.raises(ConfigError, match=r"hf://user/repo is a repository, .* hf://buckets/USER/NAME"):
+    with pytest.raises(ConfigError, match=r"hf://user/repo is a repository, .* \(hf://buckets/USER/NAME\)"):
         stores.require_writable("hf://user/repo")
     stores.require_writable("hf://buckets/user/name")
 

@@ -57,7 +57,7 @@ MISTAKES: dict[str, tuple[list[str] | str, list[str]]] = {
     "union": (["task.either=1.5"], ["task.either must be int or str, not the number 1.5"]),
     "class": (["trainer.max_time={days: x}"], ["trainer.max_time.days must be float"]),
     "missing task": (["task=null"], ["task is missing"]),
-    "missing argument": (["task={_target_: models.Needy, one: 1}"], ["task.two is missing: Needy needs it (int)."]),
+    "missing argument": (["task={_target_: models.Needy, one: 1}"], ["task.two is missing: Needy requires it (int)."]),
     "missing arguments": (["task={_target_: models.Needy}"], ["2 mistakes", "task.one is", "task.two is"]),
     "null trainer": ("trainer:", ["more.yaml:1: trainer must be a mapping", "null"]),
     "list for a mapping": ("callbacks: [{_target_: models.Note}]", ["callbacks must map names", "not a list"]),

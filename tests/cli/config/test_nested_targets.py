@@ -58,7 +58,7 @@ def test_arguments_are_built_by_classes_and_functions() -> None:
         ("task.optimizer.lrr=1", "override: task.optimizer.lrr is not an argument of AdamW. Did you mean 'lr'?"),
         ("task.optimizer.lr=fast", "task.optimizer.lr must be"),
         ("task.optimizer._target_=torch.optim.AdmW", "'torch.optim' has no 'AdmW'. Did you mean 'AdamW'?"),
-        ("task.optimizer._partial_=false", "task.optimizer.params is missing: AdamW needs it"),
+        ("task.optimizer._partial_=false", "task.optimizer.params is missing: AdamW requires it"),
         (
             "task.number={_target_: models.make_net, width: 3}",
             "task.number must not have a `_target_`: it must be int.",
