@@ -104,7 +104,7 @@ class TrainerArguments:
             different share in each process. False: your loaders shard the data. "even": shard, and repeat the first
             samples of an epoch until all replicas have the same number of samples, which is required if a step gathers
             data.
-        loader: Options that override those of every DataLoader that Legato shards by sample: num_workers,
+        loader: Options that override the settings of each DataLoader that Legato shards by sample: num_workers,
             prefetch_factor, persistent_workers, pin_memory. They affect speed, but not which samples are loaded.
         prefetch_to_device: On devices with streams, copy the next batch to the device while the current batch is being
             processed. Requires device memory for one more batch.
@@ -113,8 +113,8 @@ class TrainerArguments:
             as before.
         leave_out_samples: Dataset indices of training samples to leave out of every batch. All other samples stay in
             the same steps.
-        resume_at: What to do if a run resumes in the middle of an epoch and the samples in its steps have changed
-            (batch size, data, limits). "step": raise an error; "epoch": end that epoch and start the next.
+        resume_at: What to do if a run resumes mid-epoch and the samples in its steps have changed (batch size, data,
+            limits). "step": raise an error; "epoch": end that epoch and start the next.
         val_check_interval: Validate after this fraction of an epoch (float), this many training batches per replica
             (int), or this duration: "DD:HH:MM:SS", a timedelta or a mapping such as {"minutes": 30}.
         check_val_every_n_epoch: Validate every n epochs. None: count the batches for val_check_interval across epochs.
@@ -126,7 +126,7 @@ class TrainerArguments:
             logger.
         save_code: Store the git commit and uncommitted changes in the run directory. In a config, set `run.save_code`.
         log_every_n_steps: Optimizer steps between logging points. Values are read from the device only at logging
-            points. The last step of a run is also a logging point.
+            points. A run's last step is also a logging point.
         callbacks: Callbacks for the run.
         enable_checkpointing: Add a Checkpoint callback if you pass none.
         checkpoint_format: Format of checkpoints, an instance of a CheckpointFormat subclass. None: Legato's
@@ -135,8 +135,8 @@ class TrainerArguments:
         enable_model_summary: Add a ModelSummary callback if you pass none.
         cluster: "auto": join the processes that torchrun, SLURM or MPI started; "off": ignore their environment
             variables.
-        max_restarts: Maximum number of times that Legato's launcher restarts failed workers. Each restart resumes from
-            the newest complete checkpoint.
+        max_restarts: Maximum number of times Legato's launcher restarts failed workers. Each restart resumes from the
+            newest complete checkpoint.
         hang_timeout: Seconds without progress after which the run ends with an error. Must be longer than the longest
             step, save or hook. None: never.
         requeue: Under SLURM, save a checkpoint and requeue the job when it receives SIGTERM or SIGUSR1.

@@ -78,7 +78,7 @@ def to_absolute(place: "str | os.PathLike[str]") -> Location:
 
 
 def place_problem(place: str, writes: bool = True) -> str | None:
-    """Return the reason why a run cannot read from a location (or write to it if `writes` is true); None if it can."""
+    """Return why a run cannot read from a location (or write to it if `writes` is true); None if it can."""
     scheme, mark, rest = place.partition("://")
     if not mark or scheme in ("file", "local"):
         if not mark and (match := ADDRESS.match(place)) is not None:
@@ -120,5 +120,5 @@ def location_of(directory: Path) -> Location:
 
 
 def checkpoints_of(directory: Path) -> Location:
-    """Return the checkpoint folder of a run directory."""
+    """Return the checkpoint folder in a run directory."""
     return location_of(directory) / CHECKPOINTS

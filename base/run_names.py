@@ -52,7 +52,7 @@ def not_writable(folder: Path, reason: object) -> ConfigError:
 
 
 def name_problem(name: str) -> str | None:
-    """Return the reason why a run's name is not a valid folder name below the root; None if it is valid."""
+    """Return why a run's name is not a valid folder name below the root; None if it is valid."""
     parts = Path(name).parts
     # a name may contain slashes, which create nested folders below the root
     if not parts or Path(name).is_absolute() or ".." in parts or not name.isprintable():
@@ -82,7 +82,7 @@ def address_problem(path: object) -> str | None:
 
 
 def path_problem(path: str) -> str | None:
-    """Return the reason why no common file system accepts a path; None if the path is valid."""
+    """Return why no common file system accepts a path; None if the path is valid."""
     if (problem := address_problem(path)) is not None:
         return problem
     if "\0" in path:

@@ -262,8 +262,9 @@ def schedulers_within(scheduler: Any) -> Sequence[Any]:
 def backward_engine() -> Callable[..., Any] | None:
     """Return the function that torch.autograd.backward calls. A direct call saves 10 us of checks and setup.
 
-    Returns None if autograd logs each node of a graph. For Tensor subclasses, and for graphs compiled for a device
-    other than the CPU, use torch.autograd.backward instead, because autograd's threads need the context.
+    Returns None if autograd is logging each node of a graph. For Tensor subclasses, and for graphs compiled for a
+    device other than the CPU, use torch.autograd.backward instead, because autograd's threads need the context that it
+    copies.
     """
     if logging.getLogger("torch.autograd.graph").isEnabledFor(logging.DEBUG):
         return None
@@ -312,7 +313,7 @@ class _CompilerImport(MetaPathFinder):
 
 @contextmanager
 def no_compiler_for_ddp() -> Iterator[None]:
-    """Let DDP's constructor read the compiler option optimize_ddp without importing the compiler."""
+    """Let DDP's constructor read the compiler option `optimize_ddp` without importing the compiler."""
     if "torch._dynamo" in sys.modules:
         yield
         return
@@ -361,7 +362,7 @@ def read_on(batches: Any, count: int) -> Callable[[], Any]:
 def end_loader_workers(iterator: Any, loader: Any = None) -> None:
     """End the workers of a loader's iterator immediately. torch itself ends them only when the iterator is deleted.
 
-    To end persistent workers, also pass `loader`. The loader starts new workers in its next iteration.
+    To end persistent workers, also pass `loader`. The loader starts new workers the next time it is iterated over.
     """
     if not hasattr(iterator, "_shutdown_workers"):
         return

@@ -74,7 +74,7 @@ Outputs = Any
 
 
 class Callback:
-    """Base class for callbacks. Hooks that you do not override add no overhead.
+    """Base class for callbacks. Hooks you don't override add no overhead.
 
     A callback observes the run. It changes the run only through the trainer's public methods and `trainer.should_stop`.
     """
@@ -203,7 +203,7 @@ class Callback:
 
 
 class MonitoringCallback(Callback):
-    """Base class for callbacks that act on metrics. Their hooks run after those of the task and of other callbacks.
+    """Base class for callbacks that act on metrics. Their hooks run after the hooks of the task and other callbacks.
 
     `on_train_batch_end` runs on every process after every step, so it may save a checkpoint or make a decision for all
     processes. On a process without a batch, `outputs` and `batch` are None.

@@ -188,7 +188,7 @@ class Checkpoint(CheckpointCallback):
         return "Checkpoint" if self._given_dirpath is None else f"Checkpoint[{self._given_dirpath}]"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the step of the latest save and the monitor's state, which a process that joins the run needs."""
+        """Return the step of the latest save and the monitor's state, both needed by a process that joins the run."""
         return {"begun_step": self._begun_step, "metric": {} if self._metric is None else self._metric.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

@@ -13,7 +13,7 @@ class CheckpointCallback(MonitoringCallback):
     """Base class for callbacks that save checkpoints. Their hooks run last.
 
     If you pass such a callback, the trainer does not add its default Checkpoint callback. The properties below return
-    the paths of kept checkpoints. Subclasses don't have to override them.
+    the paths of the checkpoints that are kept. Subclasses don't have to override them.
     """
 
     dirpath: Path | str | None = None

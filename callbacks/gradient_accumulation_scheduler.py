@@ -19,8 +19,8 @@ class GradientAccumulationScheduler(Callback):
         scheduling: Batches per step by epoch (counted from 0): `{0: 8, 4: 4}` accumulates 8 batches in epochs 0 to 3
             and 4 from epoch 4 on. Before the first key, each step uses one batch.
 
-    Raises ConfigError if `scheduling` has invalid values, if `trainer.accumulate_grad_batches` is also set, or under
-    manual optimization.
+    Raises ConfigError if `scheduling` has invalid values, if `trainer.accumulate_grad_batches` is also set, or if
+    optimization is manual.
     """
 
     def __init__(self, scheduling: Mapping[int, int]) -> None:

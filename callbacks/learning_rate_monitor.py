@@ -52,7 +52,7 @@ class LearningRateMonitor(Callback):
             self._rates_of_step = (step, self._rates(trainer, "step"))
 
     def on_train_batch_end(self, trainer: "Trainer", task: "Task", outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Log the rates when the step is complete."""
+        """Log the learning rates when the step is complete."""
         # this hook runs for each batch of a step; global_step advances after the last one
         if self._rates_of_step is not None and trainer.state.global_step == self._rates_of_step[0]:
             self._log(trainer, *self._rates_of_step)
@@ -63,7 +63,7 @@ class LearningRateMonitor(Callback):
         self._logged_step, self._rates_of_step = -1, None
 
     def on_train_epoch_start(self, trainer: "Trainer", task: "Task") -> None:
-        """Log the epoch's rates unless the run resumed mid-epoch."""
+        """Log the epoch's learning rates unless the run resumed mid-epoch."""
         self._logged_step, self._rates_of_step = -1, None
         if trainer.state.epoch_steps == 0:
             self._log(trainer, trainer.global_step, self._rates(trainer, "epoch"))
@@ -73,7 +73,7 @@ class LearningRateMonitor(Callback):
             trainer.current_run.write(step, values)
 
     def _rates(self, trainer: "Trainer", interval: str) -> dict[str, float]:
-        """Return the rates to log at an interval ("step" or "epoch"), by name. The result is empty except on rank 0."""
+        """Return the learning rates to log at an interval ("step" or "epoch"), by name. Empty except on rank 0."""
         values: dict[str, float] = {}
         if not trainer.loggers or not trainer.is_global_zero or self.logging_interval not in (None, interval):
             return values

@@ -74,7 +74,7 @@ class Monitor:
         return self._validated or not sum(trainer.num_val_batches)
 
     def lacks_validation(self, trainer: "Trainer") -> str | None:
-        """Return the reason why the run will end before validation logs a value, or None if it will log one in time.
+        """Return why the run will end before validation logs a value, or None if it will log one in time.
 
         Call this method before the first step.
         """

@@ -62,7 +62,7 @@ class PredictionWriter(Callback):
         raise NotImplementedError(f"{type(self).__name__} must define write_on_epoch_end for this write_interval.")
 
     def on_predict_epoch_start(self, trainer: "Trainer", task: "Task") -> None:
-        """Discard the predictions of the previous call."""
+        """Discard the predictions from the previous call."""
         self._predictions = [[] for _ in trainer.num_predict_batches]
         self._indices = [[] for _ in trainer.num_predict_batches]
 

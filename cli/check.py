@@ -1,4 +1,4 @@
-"""`legato check`: runs a few steps of every stage in the real process layout, to find errors before the run.
+"""`legato check`: runs a few steps of every stage in the real process layout, to catch errors before the run.
 
 The command trains and validates, resumes from the checkpoint that was just written, tests and predicts. Each stage runs
 the config with some values replaced (`trial_of`). Trials write to a temporary folder beside the run directories, so

@@ -197,7 +197,7 @@ def _open_standard_files() -> None:
 
 
 def _find_modules_here() -> None:
-    """Put the working directory on sys.path, as `python -m` does. For a console script, Python adds another folder."""
+    """Put the working directory on sys.path, as `python -m` does. A console script gets a different folder."""
     try:
         here = str(Path.cwd())
     except FileNotFoundError as error:

@@ -264,7 +264,7 @@ class Plan:
         return f"{counted(first, 'sample')}: {counted(self.replicas, 'replica')}{batches}{shorter}"
 
     def measure_activations(self) -> int | str:
-        """Return the size of a batch's activations in bytes, or the reason why it is unknown."""
+        """Return the size of a batch's activations in bytes, or the reason it is unknown."""
         loader = self.loader
         if not is_dealable(loader) or MapLoader(loader, 0).own_batches:
             return "the loader creates its own batches"

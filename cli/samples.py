@@ -45,7 +45,7 @@ def run_samples(options: Namespace) -> None:
 
 
 def blame(history: StudiedRun, step: int, replica: int | None) -> None:
-    """Print the loss and gradient norm of each sample in a step, and the proof of the replay that computed them."""
+    """Print the loss and gradient norm of each sample in a step, and the proof from the replay that computed them."""
     watchers, ended = [Blame(step, replica), StopAfterStep(step)], None
     with TemporaryDirectory() as folder:
         try:

@@ -35,7 +35,7 @@ DIGESTS = "tensors.jsonl"
 class TensorDigests(MonitoringCallback):
     """Writes digests of all weights, gradients and optimizer states after each step, starting with step `first`.
 
-    Weights are in `named_parameters` order. Digests of gradients are computed before clipping.
+    Weights are in `named_parameters` order. Gradient digests are computed before clipping.
     """
 
     def __init__(self, first: int) -> None:

@@ -106,7 +106,7 @@ class _Recorder(DispatchMode):
         return result
 
     def _place(self) -> tuple[str, str]:
-        """Return the innermost running module and line of user code, or empty strings outside of user code."""
+        """Return the innermost running module and line of user code, or empty strings outside user code."""
         module, line, frame = "", "", inspect.currentframe()
         while frame is not None and not (module and line):
             path = frame.f_code.co_filename

@@ -69,7 +69,7 @@ def new_directory(run: Path, mark: str = REPLAY) -> Path:
 
 @dataclass
 class Replayed:
-    """A finished replay. Its proof is a comparison of the values that the replay and the run logged."""
+    """A finished replay. Its `proof` compares the values logged by the replay with those logged by the original run."""
 
     history: RunHistory
     source: CheckpointRecord | None

@@ -92,7 +92,7 @@ class SpikeWatch(Callback):
         self._unread = {int(step): torch.tensor(list(map(float, values))) for step, values in unread}
 
     def setup(self, trainer: "Trainer", task: "Task", stage: str) -> None:
-        """Reset the state of the previous run. Raises ConfigError under manual optimization."""
+        """Reset the state of the previous run. Raises ConfigError if optimization is manual."""
         refuse_parts(self, trainer, stage)
         if stage == "fit":
             self._forget()
@@ -110,7 +110,7 @@ class SpikeWatch(Callback):
             raise ConfigError(f"SpikeWatch(then={self.then!r}) needs 1 optimizer with 1 update per step, got {came}.")
 
     def on_processes_changed(self, trainer: "Trainer", task: "Task") -> None:
-        """Discard the losses of a step that is repeated after processes change in an elastic run."""
+        """Discard the losses from a step that is repeated after processes change in an elastic run."""
         self._step = 0
 
     def on_before_backward(self, trainer: "Trainer", task: "Task", loss: "Tensor") -> None:

@@ -20,10 +20,10 @@ log = logging.getLogger("legato")
 class StragglerMonitor(Callback):
     """Logs `straggler/slowest_rank`, `straggler/wait_seconds` and `straggler/wait_share` at logging points.
 
-    A rank's own work in a step lasts from the end of the previous step to the last gradient of the backward pass. After
-    that, the rank waits for the others. `wait_seconds` is how much longer the slowest rank works per step than the
-    others do on average. `wait_share` is that time as a fraction of the slowest rank's work. The measurements are
-    exchanged with the ranks' regular agreement (`processes/agreement.py`) and need no extra collective.
+    In each step, a rank's own work lasts from the end of the previous step to the last gradient of the backward pass.
+    After that, the rank waits for the others. `wait_seconds` is how much longer the slowest rank works per step than
+    the others do on average. `wait_share` is that time as a fraction of the slowest rank's work. The measurements are
+    exchanged as part of the ranks' regular agreement (`processes/agreement.py`), so they need no extra collective.
 
     Under sharded strategies, ranks also wait for each other in the forward pass, so only data loading is counted as a
     rank's own work.
@@ -52,7 +52,7 @@ class StragglerMonitor(Callback):
 
     # --- the run ----------------------------------------------------------------------------------------------------
     def on_train_start(self, trainer: "Trainer", task: "Task") -> None:
-        """Add measurements to the ranks' agreement. Raises ConfigError in an elastic run."""
+        """Register measurements for the ranks to exchange at each agreement. Raises ConfigError in an elastic run."""
         if trainer.world_size == 1:
             return
         if trainer.strategy.elastic:
@@ -123,7 +123,7 @@ class StragglerMonitor(Callback):
         self._last, self._ready = parameter, self._clock.stamp()
 
     def _own_work(self) -> float:
-        """Return the seconds that this rank worked per step since the last agreement, or 0 if there were no steps."""
+        """Return how many seconds this rank worked per step since the last agreement, or 0 if there were no steps."""
         spans, self._spans = self._spans, []
         times = [seconds for begin, end in spans if (seconds := self._clock.seconds(begin, end)) is not None]
         return sum(times) / len(times) if times else 0.0

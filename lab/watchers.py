@@ -159,7 +159,7 @@ class SaveAs(CheckpointCallback):
 
 
 class DebugStep(Callback):
-    """Opens the debugger at the first line of training_step for all batches of a step or only those of one replica."""
+    """Opens the debugger at the first line of training_step for all batches of a step, or for only one replica's."""
 
     def __init__(self, step: int, replica: int | None = None) -> None:
         self.step, self.replica = step, replica

@@ -29,7 +29,7 @@ class NoExperiment:
 
 
 class Logger:
-    """Base class for loggers. Override the methods that you need. By default, they write nothing.
+    """Base class for loggers. Override the methods you need. By default, they write nothing.
 
     On rank 0, the trainer calls `open`, then `log_*` and `save`, and finally `finalize`. On other ranks it calls only
     `follow`. A logger that is not open must ignore calls, so that a task can use `self.logger` in every process.
@@ -43,8 +43,8 @@ class Logger:
 
         Args:
             run_dir: The run directory.
-            resume_step: Step of the checkpoint that the run resumes from; None for a new run. Discard the points of
-                later steps, keep all others, and do not write kept points again.
+            resume_step: Step of the checkpoint that the run resumes from; None for a new run. Discard points from later
+                steps, keep all others, and do not write kept points again.
         """
         self._directory, self._is_open = Path(run_dir), True
 

@@ -72,7 +72,7 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
 
     @property
     def local_rank(self) -> int:
-        """Rank of this process among those on its machine."""
+        """Rank of this process among the processes on its machine."""
         return self._of_trainer("local_rank", 0)
 
     @property
@@ -154,8 +154,8 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
         """Return the loss of a batch. Parameters: (batch) or (batch, batch_idx).
 
         Return a scalar tensor that is a mean over samples. If the loss is a mean over other units, such as tokens,
-        return {"loss": loss, "weight": number_of_tokens}. The gradient of a step is then the weighted mean of its
-        batches' gradients. Return None to skip the batch.
+        return {"loss": loss, "weight": number_of_tokens}. A step's gradient is then the weighted mean of its batches'
+        gradients. Return None to skip the batch.
         """
         raise NotImplementedError(f"{type(self).__name__} has no training_step.")
 
@@ -244,7 +244,7 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
 
         Args:
             name: Name of the metric.
-            value: Value of this batch.
+            value: Value for this batch.
             prog_bar: Show the metric in the progress bar.
             logger: Write the metric to the loggers. Default: True.
             on_step: Log at logging points. Default: True in `training_step`, False elsewhere.
@@ -307,7 +307,7 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
         return schedulers[0] if len(schedulers) == 1 else schedulers or None
 
     def manual_backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        """Run the backward pass under manual optimization, with loss scaling and gradient reduction."""
+        """Run the backward pass for manual optimization, with loss scaling and gradient reduction."""
         self.trainer.current_run.optimization.manual_backward(loss, *args, **kwargs)
 
     def toggle_optimizer(self, optimizer: Any) -> None:

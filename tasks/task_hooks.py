@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 class TaskHooks:
-    """Hooks of tasks. Hooks that you do not override add no overhead."""
+    """Hooks of tasks. Hooks you don't override add no overhead."""
 
     trainer: "Trainer"
 

@@ -1,7 +1,7 @@
 """Masked batches: copies of another process's batches, so that all processes run the same number of passes.
 
 A forward pass that gathers parameters (FSDP) is a collective, so a process with fewer batches must still take part. It
-runs a batch of the process with the most batches and discards the results: the loss is multiplied by zero, logged
+runs a batch from the process with the most batches and discards the results: the loss is multiplied by zero, logged
 values are dropped, buffers and metrics are restored, and no batch hook is called.
 """
 

@@ -258,7 +258,7 @@ class Run(Call):
         """Call on_step_end and, for the step's last batch, on_train_batch_end. Callbacks may save in the latter.
 
         A process without a batch calls on_train_batch_end only for callbacks that all ranks must call together, and
-        discards the values that they log.
+        discards the values they log.
 
         Args:
             output: training_step's output.
@@ -394,7 +394,7 @@ class Run(Call):
             self.show_step()
 
     def require_loss(self) -> None:
-        """Raise TaskError if no batch of the first epoch had a loss. In later epochs, warn.
+        """Raise TaskError if no batch in the first epoch had a loss. In later epochs, warn.
 
         All ranks must call this.
         """

@@ -243,7 +243,7 @@ class Trainer(TrainerView):  # noqa: D101 - arguments and docstring come from Tr
 
     # --- evaluation -------------------------------------------------------------------------------------------------
     def sanity_check(self) -> None:
-        """Run a few validation batches before training to find mistakes early, and discard their metrics."""
+        """Run a few validation batches before training to catch mistakes early, and discard their metrics."""
         run, batches = self.current_run, self.num_sanity_val_steps
         if batches == 0 or "validation" not in run.data.evaluations or run.source is not None:
             return

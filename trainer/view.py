@@ -67,7 +67,7 @@ class TrainerView(TrainerArguments):
 
     @property
     def global_step(self) -> int:
-        """Number of optimizer steps done."""
+        """Number of optimizer steps completed."""
         return self.state.global_step
 
     @property
@@ -321,7 +321,8 @@ class TrainerView(TrainerArguments):
     def leave_out_update(self) -> None:
         """Skip this step's update. Weights and optimizers remain unchanged, but the step still counts.
 
-        All ranks must call this, in a callback's or the task's on_before_optimizer_step, under automatic optimization.
+        With automatic optimization, all ranks must call this from a callback's or the task's
+        `on_before_optimizer_step`.
         """
         self.current_run.optimization.leaves_out_update = True
 

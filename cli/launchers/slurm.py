@@ -154,7 +154,7 @@ class SlurmLauncher(Launcher):
                 yield f"--{option}={shlex.quote(str(value))}"
 
     def _resume(self, runs: Path) -> list[str]:
-        """Return the shell lines that make a requeued job resume the run that it started, if any."""
+        """Return the shell lines that make a requeued job resume the run it started, if any."""
         # uses grep, since Python takes seconds to start on a busy file system
         job = '"\\"slurm_job\\": \\"$SLURM_JOB_ID\\""'
         return [

@@ -86,7 +86,7 @@ def old_checkpoints(run: RunDirectory) -> list[CheckpointEntry]:
 
 
 def confirmed(question: str) -> bool:
-    """Ask a question and return whether the answer is yes. Raises ConfigError if there is no terminal."""
+    """Ask a yes-or-no question and return whether the answer is yes. Raises ConfigError if there is no terminal."""
     if not sys.stdin.isatty():
         raise ConfigError("Confirmation requires a terminal. Pass --yes to delete folders or --dry-run to list them.")
     try:

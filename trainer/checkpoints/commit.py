@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 def no_locks() -> None:
-    """Check the locks of a save that holds none."""
+    """Do nothing, because the save holds no locks."""
 
 
 def write(

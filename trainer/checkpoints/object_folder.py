@@ -239,7 +239,7 @@ class ObjectFolder:
             self._delete(self.location / manifest.BASE, unused)
 
     def _tidy(self, name: str) -> None:
-        """Delete the files of a checkpoint that its manifest does not list."""
+        """Delete files in a checkpoint that its manifest does not list."""
         sizes = self._sizes(name)
         kept = set(_foreign(sizes))
         if manifest.MANIFEST in sizes:

@@ -1,8 +1,8 @@
 """Reads a checkpoint on all ranks. Each byte is read and hashed by exactly one rank.
 
 Rank 0 reads and broadcasts the values that all ranks need. If only shards of tensors are needed, each rank verifies the
-file whose number matches its rank. This file contains the rank's shards if the layout is the same as when the
-checkpoint was written. If the number of processes has changed, a rank also reads slices of other files.
+file whose number matches its rank. This file contains the rank's shards if the layout has not changed since the
+checkpoint was written. If the number of processes has changed, a rank also reads slices from other files.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -40,7 +40,7 @@ def read_checkpoint(checkpoint: Location, in_parts: Collection[str] = (), ranks:
     """Verify a checkpoint and return its contents, with tensors in host memory. All ranks in `ranks` must call this.
 
     For the keys in `in_parts`, each sharded tensor is returned as a `StoredTensor`, from which a rank reads only the
-    slices that it needs. On every rank, raises a CheckpointError that states the file and the problem.
+    slices it needs. On every rank, raises a CheckpointError that states the file and the problem.
     """
     contents: dict[str, Any] = {}
     # all ranks use rank 0's manifest: on a network disk, another rank may see an older manifest

@@ -66,7 +66,7 @@ class Folder(Protocol):
         """Read a checkpoint's manifest and check the sizes of its files. Raises CheckpointError on failure."""
 
     def fetch(self, name: str, content: manifest.Manifest, files: Collection[str]) -> Path:
-        """Return a local folder that contains these files of a checkpoint. The caller must verify the files.
+        """Return a local folder that contains these files from a checkpoint. The caller must verify the files.
 
         The folder exists for as long as this object does.
         """

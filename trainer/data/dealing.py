@@ -1,4 +1,4 @@
-"""Training and evaluation data: loaders distributed over replicas, one `StepInput` per optimizer step and process."""
+"""Training and evaluation data: loaders distributed over replicas, one `StepInput` per optimizer step per process."""
 
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping

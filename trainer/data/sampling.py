@@ -308,7 +308,7 @@ class EpochOrder:
 
 
 def keyed_batches(order: EpochOrder, spans: "Sequence[range | BatchSpan]", epoch: int) -> list[KeyedIndices]:
-    """Return the dataset indices at each span of positions, with the key of their random numbers."""
+    """Return the dataset indices at each span of positions, with the key for their random numbers."""
     ordered = order.order(np.concatenate([np.arange(span.start, span.stop, dtype=np.int64) for span in spans]))
     indices = ordered.tolist() if isinstance(ordered, np.ndarray) else ordered
     batches, offset, left_out = [], 0, order.left_out

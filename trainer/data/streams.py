@@ -150,7 +150,7 @@ class StreamData:
         self.ended |= batches_at_most is None and not is_limited
 
     def key(self, epoch: int) -> int:
-        """Return the generator key of an epoch's first batch. Batch k uses key + k."""
+        """Return the generator key for an epoch's first batch. Batch k uses key + k."""
         return mix(self.dealing.seed, epoch) >> 1
 
     def open(self, epoch: int, start_step: int) -> Iterator[Any]:

@@ -38,7 +38,7 @@ class TrackingCollate:
         """Wrap the functions of `loader`.
 
         Args:
-            key: key of the workers' random numbers, so that a resumed worker can reproduce them.
+            key: key for the workers' random numbers, so that a resumed worker can reproduce them.
             starts: the state from which each worker continues; the main process is worker 0.
         """
         self.collate, self.then, self.dataset = loader.collate_fn, loader.worker_init_fn, loader.dataset
@@ -144,7 +144,7 @@ class TrackedLoader:
 
 
 def has_state(dataset: Any) -> bool:
-    """Return whether an iterable dataset has a state_dict without required arguments, and a load_state_dict."""
+    """Return whether an iterable dataset has a `state_dict` without required arguments and a `load_state_dict`."""
     method = getattr(dataset, "state_dict", None)
     if not isinstance(dataset, IterableDataset) or method is None or not hasattr(dataset, "load_state_dict"):
         return False

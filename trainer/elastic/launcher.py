@@ -38,7 +38,7 @@ _here: ElasticWorker | None = None
 
 
 def find_elastic_worker() -> ElasticWorker | None:
-    """Return the description of this worker, or None outside of an elastic run."""
+    """Return the description of this worker, or None outside an elastic run."""
     return _here
 
 

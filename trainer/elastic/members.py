@@ -105,7 +105,7 @@ class ElasticMembership(Membership):
         return self.place
 
     def adopt_settings(self) -> None:
-        """Adopt the number of replicas and the run directory of the run that this process joins."""
+        """Adopt the number of replicas and the run directory of the run this process joins."""
         trainer = self.trainer
         if self.joins:  # the launcher assigns the directory, as rank 0 no longer broadcasts it
             trainer.replicas, trainer.run_dir = self.replicas, trainer.assigned_dir

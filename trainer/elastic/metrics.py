@@ -84,7 +84,7 @@ class SharedMetrics(Metrics):
     def flush(self) -> None:
         """Read all pending values. Training values are not counted until the next exchange.
 
-        Otherwise, the values of an interrupted step would be counted twice, because the step is repeated.
+        Otherwise, the values from an interrupted step would be counted twice, because the step is repeated.
         """
         if self.stage == "train":
             self.unshared += self.read_pending()
@@ -158,7 +158,7 @@ class SharedMetrics(Metrics):
         return {}
 
     def newest_values(self) -> Reduced:
-        """Return the values of the latest step. Every rank already has them, so this is not a collective call."""
+        """Return the latest step's values. Every rank already has them, so this is not a collective call."""
         return sort_out(self._totals_of_step(), "_step")
 
     def gather_step(self, extra: Sequence[float]) -> tuple[list[tuple[Series, float]], list[float]]:

@@ -284,7 +284,7 @@ class Metrics:
         self.count(self.read_pending())
 
     def read_pending(self) -> list[Row]:
-        """Return all pending values as numbers, except those of a dropped step."""
+        """Return all pending values as numbers, except those from a dropped step."""
         pending = self.pending if self.dropped < 0 else [item for item in self.pending if item[4] != self.dropped]
         self.pending, self.dropped = [], -1
         # If a series has only per-step values, only those of the latest step are read: each takes a microsecond.

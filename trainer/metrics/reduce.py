@@ -74,7 +74,7 @@ def key_of(name: str, in_step: bool) -> str:
 
 @dataclass
 class Reduced:
-    """Values of a logging point, which are the same on every rank."""
+    """Values at a logging point, which are the same on every rank."""
 
     all: dict[str, float] = field(default_factory=dict)
     """Values for `trainer.callback_metrics`."""

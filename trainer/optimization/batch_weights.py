@@ -4,8 +4,8 @@ The gradient of a step is the mean over its batches, weighted by their numbers o
 
     {"loss": loss, "weight": tokens}       sum(tokens * gradient of loss) / sum(tokens)
 
-The weights of later batches and of other ranks are unknown before the backward pass, so each loss is multiplied by its
-weight, and the reduced gradients are divided by the sum of all weights.
+Before the backward pass, the weights of later batches and of other ranks' batches are unknown, so each loss is
+multiplied by its weight, and the reduced gradients are divided by the sum of all weights.
 """
 
 import math

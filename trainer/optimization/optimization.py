@@ -1,4 +1,4 @@
-"""Optimization: zero_grad, clipping, optimizer and scheduler steps, under automatic or manual optimization."""
+"""Optimization: zero_grad, clipping, optimizer and scheduler steps, for automatic or manual optimization."""
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -154,7 +154,7 @@ class Optimization:
         return changed
 
     def end_evaluation(self) -> None:
-        """Switch optimizers back to the weights that they train."""
+        """Switch optimizers back to the weights they train."""
         for optimizer in filter(has_modes, self.optimizers):
             to_training(optimizer)
 
@@ -388,7 +388,7 @@ class Optimization:
 
     # --- manual -----------------------------------------------------------------------------------------------------
     def manual_backward(self, loss: Tensor, *arguments: Any, **options: Any) -> None:
-        """Run backward under manual optimization."""
+        """Run backward for manual optimization."""
         if self.automatic:
             raise TaskError("manual_backward needs automatic_optimization = False. Set it, or return the loss.")
         if not loss.requires_grad:
@@ -404,7 +404,7 @@ class Optimization:
         self.hooks.call("on_after_backward")
 
     def manual_step(self, optimizer: Optimizer, closure: Any = None, **options: Any) -> Any:
-        """Step an optimizer under manual optimization, or from within a task's own optimizer_step."""
+        """Step an optimizer for manual optimization, or from within a task's own optimizer_step."""
         strategy = self.strategy
         if self.automatic:
             self.updating = True

@@ -39,7 +39,7 @@ def to_evaluation(optimizer: Any) -> bool:
 
 @torch.no_grad()
 def to_training(optimizer: Any) -> None:
-    """Switch an optimizer with modes back to exactly the weights that it trains."""
+    """Switch an optimizer with modes back to exactly the weights it trains."""
     optimizer.train()
     for parameter in optimizer_parameters(optimizer):
         # train() recomputes them with rounding, so that validations and resumes would change the run

@@ -86,8 +86,8 @@ def launch_workers(
 
     A worker calls the result of `enter(attempt, rank)` before it unpickles `function`. `make_group` creates a group
     that survives the failure of a worker. A worker that does not respond to SIGTERM or SIGHUP within `signals.GRACE`
-    seconds ends itself or is killed. A second Ctrl-C ends all workers immediately. All workers have exited when this
-    function returns.
+    seconds ends itself or is killed. A second Ctrl-C ends all workers immediately. This function returns only after all
+    workers have exited.
 
     Raises the exception of the first worker that failed. Its cause is a WorkerError with the worker's traceback. If the
     exception cannot be unpickled, raises only the WorkerError. Raises SystemExit(75) if the workers asked to be
@@ -498,9 +498,9 @@ def run_workers(
 ) -> T:
     """Call `function` in `processes` new processes on this machine and return the first rank's result.
 
-    Each process uses `threads` intra-op threads. The default is the value of OMP_NUM_THREADS or, if it is not set, the
-    process's share of the cores, but at most the caller's number of threads. After a failure, all processes are stopped
-    and restarted, up to `max_restarts` times. If `nodes` > 1, every node must make the same call, with NODE_RANK,
+    Each process uses `threads` intra-op threads. The default is OMP_NUM_THREADS or, if it is not set, the process's
+    share of the cores, but at most the caller's number of threads. After a failure, all processes are stopped and
+    restarted, up to `max_restarts` times. If `nodes` > 1, every node must make the same call, with NODE_RANK,
     MASTER_ADDR and MASTER_PORT set.
 
     Raises the same errors as `launch_workers`.

@@ -22,7 +22,7 @@ class Membership:
         return place
 
     def adopt_settings(self) -> None:
-        """Before setup, adopt the settings of the run that this process joins."""
+        """Before setup, adopt the settings of the run this process joins."""
 
     def check_members(self) -> None:
         """Leave the training loop if the ranks have agreed on a new generation of processes."""

@@ -135,7 +135,7 @@ def legatos_group(limit: timedelta | None = None) -> Any:
     also supports CPU tensors.
 
     Args:
-        limit: timeout of the group's collectives.
+        limit: timeout for the group's collectives.
     """
     world = dist.group.WORLD
     # a new default group has new ranks; an earlier run's groups are closed when the last reference to them is dropped
@@ -184,7 +184,7 @@ DEFAULT = 1800.0
 
 
 class Timeouts:
-    """Timeouts of collectives for each phase, and the current phase.
+    """Timeouts for collectives in each phase, and the current phase.
 
     `startup` lasts from the rendezvous to the first step, which compiles kernels and fills loaders; `step` covers
     training and its validations; `checkpoint` covers a save, during which other ranks wait for rank 0.

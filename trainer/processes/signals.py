@@ -24,7 +24,7 @@ END_SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP
 
 @contextmanager
 def handling_end_signals(handler: Callable[[int], None], watch: "SignalWatch | None" = None) -> Iterator[None]:
-    """Call `handler` for signals that ask this process to end. Does nothing outside of the main thread.
+    """Call `handler` for signals that ask this process to end. Does nothing outside the main thread.
 
     `watch` ends the process if it does not respond to a signal. If `watch` is None, the watch of an outer context is
     suspended.

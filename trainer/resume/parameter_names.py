@@ -25,7 +25,7 @@ def named(state: dict[str, Any], names: Names | None) -> dict[str, Any]:
 
 
 def numbered(kind: str, state: Mapping[str, Any], names: Names | None) -> tuple[dict[str, Any], list[int]]:
-    """Return a state dict from `named`, keyed by the current parameter numbers, and the saved index of each group.
+    """Return a state dict from `named` with the current parameter numbers as keys, and the saved index of each group.
 
     Groups are matched by their parameters' names, so the order of groups and parameters may change. If `names` is None,
     the saved order is kept. Raises CheckpointError if a parameter is new or missing, or has moved to another group.

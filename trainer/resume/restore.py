@@ -217,8 +217,8 @@ def find_changes(
         rescheduled: see `fingerprint.compare`.
         reordered: optimizers whose parameters are in a different order.
 
-    Raises ConfigError, on every rank, if a step's samples would change in the middle of an epoch, or if `bitwise`
-    does not allow a difference.
+    Raises ConfigError, on every rank, if a step's samples would change in the middle of an epoch, or if a difference is
+    not allowed under `bitwise`.
     """
     run, state = trainer.current_run, trainer.state
     samples, numerics = fingerprint.below("samples", run.data.samples), fingerprint.below("numerics", run.numerics)

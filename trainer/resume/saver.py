@@ -274,7 +274,7 @@ class Saver:
         self.writer.check()
 
     def _check_locks(self) -> None:
-        """Raise CheckpointError if another run has taken a folder of this run, at the start and the end of a save.
+        """At the start and the end of a save, raise CheckpointError if another run has taken one of this run's folders.
 
         A run on another machine may have done so if this process was suspended for a long time.
         """
@@ -335,5 +335,5 @@ class Saver:
 
 
 def new_identity() -> str:
-    """Return a new, unique id of a run."""
+    """Return a new, unique id for a run."""
     return uuid.uuid4().hex

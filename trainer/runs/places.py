@@ -138,7 +138,7 @@ def folder_to_read(directory: Path | None, newest: Location | None) -> Location 
     """Return the folder of a run's newest checkpoint, so that a reader can fall back to an older checkpoint.
 
     If the checkpoint is outside the run directory, return the checkpoint itself, because its folder may contain
-    checkpoints of other runs.
+    checkpoints from other runs.
     """
     is_inside = newest is not None and directory is not None and location_of(directory) in newest.parents
     return newest if newest is None or (is_same_run(directory, newest) and not is_inside) else newest.parent

@@ -1,4 +1,4 @@
-"""Checks on arguments and tasks that run before anything starts, so that mistakes are found within seconds."""
+"""Checks on arguments and tasks that run before anything starts, so that mistakes are caught within seconds."""
 
 import os
 from collections.abc import Mapping

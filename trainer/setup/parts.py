@@ -132,7 +132,7 @@ def make_callbacks(trainer: "Trainer", wanted: Any) -> list[Callback]:
 
 
 def with_callbacks_of(task: Task, callbacks: list[Callback]) -> list[Callback]:
-    """Return the trainer's and the task's callbacks. The task's replace those of the same class.
+    """Return the trainer's and the task's callbacks. The task's callbacks replace the trainer's of the same class.
 
     Checkpoint callbacks come last.
     """

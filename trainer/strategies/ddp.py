@@ -113,7 +113,7 @@ class DDPStrategy(GroupStrategy):
         super().place_task(task)
 
     def _sync_batch_norm(self, task: "Task") -> None:
-        """If sync_batchnorm is set, synchronize batch norm's statistics over all processes until `teardown`."""
+        """If `sync_batchnorm` is set, synchronize batch norm's statistics over all processes until `teardown`."""
         trainer, replicas = task.trainer, self.layout.replicas
         fits = replicas == self.data_ranks.size > 1 and trainer.stage == "fit"
         if not trainer.sync_batchnorm or not fits or self.elastic or trainer.reproducible == "bitwise":
@@ -233,7 +233,7 @@ class DDPStrategy(GroupStrategy):
             super()._add_up_ranks()
 
     def _check_reduced(self) -> None:
-        """Raise TaskError if other ranks are still waiting for gradients that this rank did not compute.
+        """Raise TaskError if other ranks are still waiting for gradients this rank did not compute.
 
         The message lists the parameters without gradients.
         """

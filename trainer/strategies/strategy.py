@@ -37,7 +37,7 @@ class Strategy:
     run, it calls `finish` and `teardown`. The loop never checks the type of a strategy. Every strategy must follow
     five rules, which `legato.testing.check_strategy` tests:
 
-    1. After `prepare`, the weights and buffers (or the shards of weights) on every rank have the values of rank 0.
+    1. After `prepare`, the weights and buffers (or the shards of weights) on every rank have rank 0's values.
     2. The loop weights each loss by its number of samples. The sum of the weighted losses over all ranks, divided by
        `loss_scale`, is the mean loss of the step.
     3. After `end_step`, `parameter.grad` is the gradient of this mean (or this rank's shard of the gradient), and the
@@ -169,7 +169,7 @@ class Strategy:
         task.to(self.device)
 
     def _sync_batch_norm(self, task: "Task") -> None:
-        """If sync_batchnorm is set, synchronize batch norm's statistics over all replicas of a step.
+        """If `sync_batchnorm` is set, synchronize batch norm's statistics over all replicas of a step.
 
         Raises ConfigError if the strategy does not support this.
         """
@@ -351,7 +351,7 @@ class Strategy:
         self.replica = None
 
     def average(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Average gradients over ranks before an optimizer step under manual optimization.
+        """Average gradients over ranks before an optimizer step in manual optimization.
 
         Repeated calls have no further effect.
         """

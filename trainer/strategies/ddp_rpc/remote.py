@@ -56,7 +56,7 @@ class ServedModule:
         self.optimizer = kind(self.module.parameters(), **options)
 
     def finish_step(self, trainers: int, scale: float, clip: float | None, options: dict[str, Any] | None) -> None:
-        """Record that a trainer has finished its backward passes. Once all trainers have, update the weights.
+        """Record that a trainer has finished its backward passes. Once all trainers have done so, update the weights.
 
         Args:
             options: the optimizer's current options, such as a scheduled learning rate.
@@ -130,7 +130,7 @@ def drop_gradients(rank: int) -> None:
 
 # --- a trainer --------------------------------------------------------------------------------------------------------
 class Remote(nn.Module):
-    """Proxy that replaces a module in the task. The module itself is on a server."""
+    """Proxy that replaces a module in the task. The module itself runs on a server."""
 
     def __init__(self, name: str, server: str, leads: bool, device: torch.device) -> None:
         """Create the proxy for a module.

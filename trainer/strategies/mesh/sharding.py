@@ -121,7 +121,7 @@ def shares_tensors(module: nn.Module, uses: Counter[int]) -> bool:
     """Return whether `module` shares a tensor with a module outside of it.
 
     Args:
-        uses: number of times that the task uses each tensor, keyed by the tensor's id.
+        uses: number of times the task uses each tensor, keyed by the tensor's id.
     """
     inside = Counter(id(tensor) for *_, tensor in tensor_slots(module))
     return any(uses[tensor] > count for tensor, count in inside.items())
