@@ -111,7 +111,7 @@ def local_folder(run: Address, area: str = "runs") -> Path:
 
 
 def location_of(directory: Path) -> Location:
-    """Return the location of a run directory: the address if the folder is a mirror, otherwise the folder itself."""
+    """Return a run directory's location: the address if the folder is a mirror, otherwise the folder itself."""
     try:
         _, scheme, *rest = directory.relative_to(cache_folder()).parts
     except ValueError:

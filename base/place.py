@@ -76,7 +76,7 @@ def variables_of(place: Place) -> dict[str, str]:
 
 
 def find_place(cluster: str = "auto") -> Place | None:
-    """Return this process's place in the process group of a launcher or the script; None if there is no group.
+    """Return this process's place in a launcher's or the script's process group; None if there is no group.
 
     If `cluster` is "off", only Legato's workers have a place. Raises ConfigError if the launcher's variables conflict.
     """

@@ -79,9 +79,9 @@ class Checkpoint(CheckpointCallback):
         save_on_train_epoch_end: Save at the end of the training epoch (True) or after validation (False).
         save_weights_only: Save only the weights, without the rest of the state needed to resume the run.
         asynchronous: Write in the background. The previous checkpoint is deleted when the next save begins.
-        share_frozen: Store frozen weights once, in `base/` beside the checkpoints, so that checkpoints contain only
-            trained weights. A frozen weight that changes is stored again. None (default): True if more than half of
-            the weights are frozen. `legato export RUN DIR/` turns such a checkpoint into a self-contained one.
+        share_frozen: Store frozen weights once, in `base/` next to the checkpoints, so that checkpoints contain only
+            trained weights. A frozen weight that changes is stored again. None (default): True if more than half of the
+            weights are frozen. `legato export RUN DIR/` turns such a checkpoint into a self-contained one.
         filename: Template for names, such as "epoch={epoch}-{val/acc:.3f}". Fields are `step`, `epoch` and names in
             `trainer.callback_metrics`. If a checkpoint with the same name exists, the new one replaces it, unless the
             existing one would be kept. In that case, a version number is appended to the new name, for example
@@ -433,7 +433,7 @@ class Checkpoint(CheckpointCallback):
         """Return the value to rank by, or None if it is outdated or is a training mean over an incomplete epoch.
 
         Args:
-            between: Whether the run is stopping in the middle of an epoch.
+            between: Whether the run is stopping mid-epoch.
         """
         if self._metric is None or ((self._is_cut_off or between) and self._metric.is_from_training(trainer)):
             return None

@@ -351,7 +351,7 @@ def amount(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Format a duration as "h:mm:ss" or, from 24 hours on, "1d h:mm:ss"."""
+    """Format a duration as "h:mm:ss" or, for 24 hours or more, "1d h:mm:ss"."""
     days, rest = divmod(max(0, round(seconds)), 86400)
     text = f"{rest // 3600}:{rest % 3600 // 60:02}:{rest % 60:02}"
     return f"{days}d {text}" if days else text

@@ -1,7 +1,7 @@
 """`legato check`: runs a few steps of every stage in the real process layout, to catch errors before the run.
 
 The command trains and validates, resumes from the checkpoint that was just written, tests and predicts. Each stage runs
-the config with some values replaced (`trial_of`). Trials write to a temporary folder beside the run directories, so
+the config with some values replaced (`trial_of`). Trials write to a temporary folder next to the run directories, so
 that they use the same disk and network as the run. A callback on every rank records measurements (recorder.py).
 """
 

@@ -140,7 +140,7 @@ def weights_of(run: "ConfiguredRun") -> Any:
 def _resolve_own_run(config: "Config", command: str) -> None:
     """Resolve a stored config's references to its run directory. A launcher receives only the config's values.
 
-    Raises ConfigError if `resume=auto` would resume another run.
+    Raises ConfigError if `resume=auto` would resume a different run.
     """
     from ..trainer.runs.places import newest_to_resume
 

@@ -95,7 +95,7 @@ class UnstartedRun:
         return task
 
     def load_loader(self, epoch: int = 0) -> Any:
-        """Return the training loader of an epoch from the data module or, without one, from the task.
+        """Return the training loader for an epoch from the data module or, without one, from the task.
 
         Raises ConfigError if there is no loader.
         """

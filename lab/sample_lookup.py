@@ -124,7 +124,7 @@ class SampleLookup:
 
 
 def load_loader(owners: Sequence[Any], epoch: int) -> Any:
-    """Return the training loader of an epoch from the first data module or task that has one.
+    """Return the training loader for an epoch from the first data module or task that has one.
 
     Raises ConfigError if none of them has a training loader.
     """

@@ -68,7 +68,7 @@ class UnstartedScript:
             owner.trainer = trainer
 
     def load_loader(self, epoch: int = 0) -> Any:
-        """Return the training loader of an epoch. Raises ConfigError if there is none."""
+        """Return the training loader for an epoch. Raises ConfigError if there is none."""
         return load_loader(self.owners, epoch) if self.loader is None else self.loader
 
 

@@ -93,7 +93,7 @@ def verify(
         seed: Seed for choosing the segments. Default: a random seed, which is recorded in the certificate.
         devices: Number of processes that recompute the segments. Default: if results must be bitwise identical, a
             number that differs from the run's.
-        out: Folder for the certificate. Default: a new folder beside the run.
+        out: Folder for the certificate. Default: a new folder next to the run.
 
     Returns the verification, with `is_proven` and `segments`. Each segment lists its `differences`.
 

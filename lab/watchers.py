@@ -52,7 +52,7 @@ class SameData(Callback):
 class StepReport(MonitoringCallback):
     """Writes the loss, gradient norms by module and learning rates of steps `first` to `last`.
 
-    Gradients are those of the complete step, before clipping. The loss is the mean over the step's batches.
+    Gradients cover the complete step, before clipping. The loss is the mean over the step's batches.
     """
 
     def __init__(self, first: int, last: int) -> None:

@@ -410,11 +410,11 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
             checkpoint_path: A checkpoint directory, a Lightning `.ckpt`, a `torch.save` file of weights, or a
                 `.safetensors` file.
             map_location: Device for the weights, as in torch.load.
-            hparams_file: YAML file of hyperparameters that override those of the checkpoint.
+            hparams_file: YAML file of hyperparameters that override those in the checkpoint.
             strict: Whether the parameters must match exactly. Default: the task's `strict_loading`.
-            kwargs: Arguments for `__init__` that override hyperparameters.
+            kwargs: Arguments for `__init__` that override the saved hyperparameters.
 
-        Raises CheckpointError if the checkpoint is damaged or belongs to a different model. In the second case, the
+        Raises CheckpointError if the checkpoint is damaged or belongs to a different model. In the latter case, the
         message lists the parameters that differ.
         """
         from ..trainer.resume.rebuild import rebuild_task

@@ -39,8 +39,8 @@ class Schedule:
         """Return whether the run stops after this step: at max_steps, or because the ranks agreed to stop.
 
         Args:
-            agrees: whether to carry out an agreement with the other ranks if one is due, and to save if any rank has
-                received a termination signal.
+            agrees: whether to agree with the other ranks if an agreement is due, and to save if any rank has received a
+                termination signal.
         """
         trainer, state, agreement = self.trainer, self.state, self.call.agreement
         # a single process needs no agreement, so it stops after the step in which should_stop was set

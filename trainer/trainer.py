@@ -202,7 +202,7 @@ class Trainer(TrainerView):  # noqa: D101 - arguments and docstring come from Tr
         run.schedule.after_validation()
 
     def end_epoch(self) -> None:
-        """End the epoch. If the run stops in the middle of the epoch, call the end hooks but don't count the epoch."""
+        """End the epoch. If the run stops mid-epoch, call the end hooks but don't count the epoch."""
         run, schedule = self.current_run, self.current_run.schedule
         run.end_steps()
         complete = run.loop.epoch_skipped or not schedule.stops_here() or schedule.epoch_is_full

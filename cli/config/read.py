@@ -348,7 +348,7 @@ def _read_config_file(path: Path, above: tuple[Path, ...]) -> Layer:
 
 
 def find_config_file(path: Path, above: tuple[Path, ...] = ()) -> Path:
-    """Find a config file at `path`, in the project's configs/, or among the configs that come with Legato.
+    """Find a config file at `path`, in the project's configs/, or among the configs that ship with Legato.
 
     Args:
         above: The files that extend this file, ordered from outermost to innermost.
@@ -381,14 +381,14 @@ def project_configs() -> Path | None:
 
 
 def ready_configs() -> list[str]:
-    """Return the names of the configs that come with Legato."""
+    """Return the names of the configs that ship with Legato."""
     return sorted(file.name for file in READY.glob("*.yaml"))
 
 
 def own_directory(arguments: Sequence[str], merged: Layer) -> Path | None:
     """Return the run directory whose stored config is among the arguments, or None if there is none.
 
-    `run.name` must come from that config. A name from another file or from an override refers to another run.
+    `run.name` must come from that config. A name from another file or from an override refers to a different run.
     """
     name, origin = merged.values.get("run", {}).get("name"), merged.origin(("run", "name"))
     if not isinstance(name, str):  # missing, or of a wrong type, which the check reports later

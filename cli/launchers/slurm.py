@@ -44,7 +44,7 @@ class SlurmLauncher(Launcher):
         python: Path of the Python interpreter on the nodes. None: this process's interpreter.
         requeue: Requeue a job that stops before the run is complete. The run resumes from its newest checkpoint.
         signal_seconds: Number of seconds before the time limit at which the run saves a checkpoint and stops.
-        folder: Folder for the script, config and output. None: `slurm` beside the run directories.
+        folder: Folder for the script, config and output. None: `slurm` next to the run directories.
         dry_run: Print the script instead of submitting it.
 
     Raises ConfigError for sbatch options that the script sets itself.

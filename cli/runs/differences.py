@@ -13,7 +13,7 @@ TASK = f"task.{TARGET}"
 
 
 def config_of(run: RunDirectory) -> dict[str, str]:
-    """Return a run's config with its values as text."""
+    """Return a run's config with all values as text."""
     return {key: value if isinstance(value, str) else json.dumps(value) for key, value in run.config.items()}
 
 

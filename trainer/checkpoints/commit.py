@@ -45,7 +45,7 @@ def write(
     Args:
         run: id of the run, for the manifest; "" if there is no run.
         frozen: state dict keys of the weights that are stored only once for all checkpoints in the folder.
-        check_locks: Function that raises CheckpointError if another run has taken the folder. Rank 0 calls it directly
+        check_locks: Function that raises CheckpointError if another run has taken the folder. Rank 0 calls it right
             before it publishes the checkpoint, and after an error, before it deletes files.
 
     Raises CheckpointError, and leaves no files behind, if a value cannot be stored, the disk does not have enough

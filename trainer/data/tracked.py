@@ -20,7 +20,7 @@ from .shares import hashes_of
 class Delivery(NamedTuple):
     """A batch with its number of samples and its worker's state.
 
-    The class is a tuple so that torch can pin its tensors and send them between processes.
+    This class is a tuple so that torch can pin its tensors and send them between processes.
     """
 
     batch: Any

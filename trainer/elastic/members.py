@@ -1,7 +1,7 @@
 """Membership of a process in an elastic run. The process detects changes and continues with the new members.
 
 A broken connection or a new generation interrupts the loop. The process then joins the group of the latest generation,
-adopts the latest state, and continues as if it had resumed in the middle of an epoch.
+adopts the latest state, and continues as if it had resumed mid-epoch.
 """
 
 import logging

@@ -17,7 +17,7 @@ class CheckpointFormat(Protocol):
 
     `contents` is a dict of plain containers, numbers, strings and tensors on any device. Resuming is exact only if
     `read` returns the values that `write` received. If the strategy shards states, their tensors are DTensors, and each
-    rank has a shard. Legato pickles the format when it starts a run's processes.
+    rank has a shard. Legato pickles the format object when it starts a run's processes.
     """
 
     def name(self, step: int) -> str:

@@ -217,8 +217,8 @@ def find_changes(
         rescheduled: see `fingerprint.compare`.
         reordered: optimizers whose parameters are in a different order.
 
-    Raises ConfigError, on every rank, if a step's samples would change in the middle of an epoch, or if a difference is
-    not allowed under `bitwise`.
+    Raises ConfigError, on every rank, if a step's samples would change mid-epoch, or if a difference is not allowed
+    under `bitwise`.
     """
     run, state = trainer.current_run, trainer.state
     samples, numerics = fingerprint.below("samples", run.data.samples), fingerprint.below("numerics", run.numerics)
@@ -288,7 +288,7 @@ def load_rest(trainer: "Trainer", saved: Mapping[str, Any], resumes: bool) -> No
     """Load everything except the loop state and the weights from a checkpoint.
 
     Args:
-        resumes: True if the run is resuming from a stored checkpoint, False if another process of an elastic run sent
+        resumes: True if the run is resuming from a stored checkpoint, False if another process in an elastic run sent
             the contents.
     """
     run, state_dicts = trainer.current_run, trainer.strategy.state_dicts

@@ -4,7 +4,7 @@ The lock is an object, `.lock`, which the holder creates and rewrites every BEAT
 takes the lock immediately if the holder's process is dead. A run on another machine takes the lock if the object has
 not changed for LEASE seconds according to its own clock. An object store cannot guarantee an exclusive lock: a holder
 that was suspended for a long time does not learn until its next save that it has lost the lock. A save checks the lock
-when it starts and directly before it commits the checkpoint.
+when it starts and right before it commits the checkpoint.
 """
 
 import json

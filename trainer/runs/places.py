@@ -145,7 +145,7 @@ def folder_to_read(directory: Path | None, newest: Location | None) -> Location 
 
 
 def is_same_run(directory: Path | None, checkpoint: Location | None) -> bool:
-    """Return whether a checkpoint was written by the run in a run directory, even if stored in another folder."""
+    """Return whether a checkpoint was written by the run in a run directory, even if it is stored in another folder."""
     if directory is None or checkpoint is None:
         return False
     if location_of(directory.resolve()) in checkpoint.resolve().parents:

@@ -267,7 +267,7 @@ class RpcSession:
             self.store.wait([f"open {self.stage} {server}" for server in servers], timeout)
 
     def end_stage(self, whole: bool) -> None:
-        """End the run on all servers. `whole` is False if the run failed."""
+        """End the run on all servers. `whole` is False if the run has failed."""
         self.whole &= whole
         with suppress(RuntimeError):  # the process that hosts the store may have exited
             self.store.set(f"over {self.stage}", "yes")
