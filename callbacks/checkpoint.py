@@ -194,7 +194,7 @@ class Checkpoint(CheckpointCallback):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore the state, except the list of checkpoints. Raises CheckpointError if a value has the wrong type."""
         if type(begun_step := state_dict["begun_step"]) is not int:
-            raise CheckpointError(f"{self.state_key}: the state's begun_step must be an integer, got {begun_step!r}.")
+            raise CheckpointError(f"{self.state_key}: the state's `begun_step` must be an integer, got {begun_step!r}.")
         self._begun_step = state_dict["begun_step"]
         if self._metric is not None and state_dict["metric"]:
             self._metric.load_state_dict(state_dict["metric"])
@@ -302,8 +302,8 @@ class Checkpoint(CheckpointCallback):
         idle = self._due_step > 0 and not self.index.checkpoints and not self.save_last and self.save_top_k != 0
         if idle and trainer.is_global_zero:
             log.warning(
-                "Checkpoint: no checkpoint was saved by step %d. With save_last=False, a checkpoint requires a value "
-                "of %r, but validation did not run at any step where a checkpoint was due. Change val_check_interval.",
+                "Checkpoint: no checkpoint was saved by step %d. With save_last=False, saving a checkpoint requires a "
+                "value for %r, but validation did not run at any step where one was due. Change val_check_interval.",
                 trainer.global_step, self.monitor,
             )  # fmt: skip
         if not trainer.state.epoch_ended:

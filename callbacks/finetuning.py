@@ -106,7 +106,7 @@ class BaseFinetuning(Callback):
         new_params = [parameter for parameter in params if id(parameter) not in present]
         if len(new_params) < len(params):
             log.warning(
-                "%d of the parameters to unfreeze are already in a parameter group of the optimizer and remain there. "
+                "%d parameters to unfreeze are already in one of the optimizer's parameter groups and remain there. "
                 "In configure_optimizers, pass only trainable parameters: filter(lambda p: p.requires_grad, ...).",
                 len(params) - len(new_params),
             )
@@ -221,7 +221,7 @@ class BackboneFinetuning(BaseFinetuning):
         from torch import nn
 
         if stage == "fit" and not isinstance(getattr(task, "backbone", None), nn.Module):
-            raise ConfigError(f"BackboneFinetuning requires {type(task).__name__} to have a module `backbone`.")
+            raise ConfigError(f"BackboneFinetuning requires {type(task).__name__} to have a `backbone` module.")
         super().setup(trainer, task, stage)
 
     def freeze_before_training(self, task: "Task") -> None:

@@ -110,6 +110,6 @@ class Monitor:
         raise ConfigError(
             f"{self.user} monitors {self.name!r}, but nothing logged it by the end of epoch {trainer.current_epoch}."
             f"{did_you_mean(self.name, logged)} Logged: {', '.join(logged) or 'nothing'}. "
-            f"Set {self.user}'s monitor to one of these, or log {self.name!r} in training_step or validation_step."
+            f"Set {self.user}'s `monitor` to one of these, or log {self.name!r} in training_step or validation_step."
             + (correction(f'monitor="{self.name}"', f'monitor="{near}"') if near else "")
         )

@@ -48,7 +48,7 @@ class WeightAveraging(Callback):
         if not trainer.strategy.has_all_weights and stage == "fit":
             raise ConfigError(
                 f"{type(self).__name__} needs all weights in each process, but with strategy={trainer.strategy.name}, "
-                f"each process lacks some of them (other pipeline stages or remote modules). "
+                f"some are in other processes (pipeline stages or remote modules). "
                 f"Remove the callback, set pipeline to 1, or keep the modules local."
             )
         if stage == "fit":
@@ -171,8 +171,8 @@ class WeightAveraging(Callback):
         """Raise TaskError while the task contains the averages instead of the trained weights."""
         if self._trained:
             raise TaskError(
-                f"save_checkpoint was called during an evaluation, while the task held the averages of "
-                f"{type(self).__name__} instead of the trained weights. Call it in on_validation_end or later."
+                f"save_checkpoint was called during evaluation, when the task held averages from {type(self).__name__} "
+                f"instead of the trained weights. Call save_checkpoint in on_validation_end or later."
             )
         if "callbacks" not in checkpoint:  # a weights-only checkpoint stores the averages
             weights = checkpoint["state_dict"]

@@ -53,7 +53,7 @@ def add_arguments(parser: ArgumentParser, name: str) -> None:
         add("name", metavar="NAME", help="folder to create; the project's package gets the same name")
     elif name == "sweep":
         add("--random", type=int, metavar="N", help="run N trials with random values")
-        add("--optuna", type=int, metavar="N", help="run N trials with values that Optuna chooses")
+        add("--optuna", type=int, metavar="N", help="run N trials with values chosen by Optuna")
         add(
             "--jobs",
             type=int,
@@ -61,7 +61,7 @@ def add_arguments(parser: ArgumentParser, name: str) -> None:
             metavar="N",
             help="trials at a time, each on its own GPUs (default: 1)",
         )
-        add("--metric", metavar="NAME", help="metric to rank trials by (default: the one that a callback monitors)")
+        add("--metric", metavar="NAME", help="metric to rank trials by (default: the one monitored by a callback)")
         add("--mode", choices=("min", "max"), help="whether smaller or larger values are better")
     elif name == "plan":
         add("--memory", metavar="SIZE", help="check whether the run fits in this much device memory, such as 80GB")

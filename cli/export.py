@@ -76,7 +76,7 @@ def export_weights(source: Location, target: Path) -> int:
     """
     if target.suffix != ".safetensors":
         raise CheckpointError(
-            f"{target}: expected a file name that ends in .safetensors for weights, "
+            f"{target}: expected a file name ending in .safetensors for weights, "
             f"{' or '.join(MODELS)} for a model, or a folder, {target.stem}/, for a full checkpoint."
         )
     storage.require_new(target)
@@ -90,7 +90,7 @@ def export_weights(source: Location, target: Path) -> int:
     unsupported = [name for name, value in weights.items() if getattr(value, "dtype", None) not in DTYPE_NAMES]
     if unsupported:
         raise CheckpointError(
-            f"{source}: a safetensors file can only store plain tensors; these are not: {', '.join(unsupported[:4])}."
+            f"{source}: safetensors files can only store plain tensors. Not supported: {', '.join(unsupported[:4])}."
         )
     with storage.whole_file(target) as partial:
         write_tensors(HashedFile(partial), {name: torch.as_tensor(value) for name, value in weights.items()})
@@ -147,8 +147,8 @@ def trained_task(source: Location, words: Sequence[str], check: Callable[[Any], 
     stored = (copy_of(run) if isinstance(run, Address) else run) / CONFIG
     if not files and not stored.is_file():
         raise ConfigError(
-            f"The run of {checkpoint} has no {CONFIG} that specifies its task. Pass a config after the output file: "
-            f"legato export CHECKPOINT OUT CONFIG.yaml"
+            f"The run that saved {checkpoint} has no {CONFIG} to specify its task. Pass a config after the output "
+            f"file: legato export CHECKPOINT OUT CONFIG.yaml"
         )
     task: Any = build_config(load_config([*([] if files else [str(stored)]), *words])).task
     check(task)  # first, since reading weights may take minutes
@@ -156,7 +156,7 @@ def trained_task(source: Location, words: Sequence[str], check: Callable[[Any], 
     try:
         task.load_state_dict(averaged_weights(reading.read_checkpoint(checkpoint)))
     except RuntimeError as error:
-        raise CheckpointError(f"The weights of {checkpoint} do not match the config's task: {error}") from error
+        raise CheckpointError(f"The weights in {checkpoint} do not match the config's task: {error}") from error
     return task.eval()
 
 
@@ -176,13 +176,13 @@ def example_input(task: Task) -> tuple[tuple[Any, ...], dict[str, Any]]:
     positional = () if named else tuple(example) if isinstance(example, tuple) else (example,)
     if {tensor.shape[0] for tensor in tensors_in(example) if tensor.dim()} == {1}:
         # torch.export treats a size of 1 as constant
-        raise TaskError("example_input_array has one sample, so the exported model would accept only one. Use two.")
+        raise TaskError("example_input_array has one sample, so the model would accept only one. Use two samples.")
     try:
         inspect.signature(task.forward).bind(*positional, **named)
     except TypeError as error:
         raise TaskError(
-            f"{type(task).__name__}.forward does not accept example_input_array: {error}. Wrap a single argument that "
-            f"is a dict in a tuple: (argument,)."
+            f"{type(task).__name__}.forward does not accept example_input_array: {error}. If the only argument "
+            f"is a dict, wrap it in a tuple: (argument,)."
         ) from error
     return positional, named
 
@@ -204,7 +204,7 @@ def compare_outputs(expected: Sequence[Tensor], exported: Sequence[Tensor]) -> N
         torch.testing.assert_close(list(exported), list(expected), rtol=0.0, atol=limit, check_dtype=False)
     except AssertionError as error:
         difference = " ".join(str(error).split())
-        raise CheckpointError(f"Exported outputs differ from the task's, so no file was kept. {difference}") from error
+        raise CheckpointError(f"The exported outputs differ from the task's. No file was kept. {difference}") from error
 
 
 # --- formats ----------------------------------------------------------------------------------------------------------

@@ -44,8 +44,8 @@ GROUPS = {
     },
     "configs": {
         "config": Command(".run:run_config", "Print the resolved config with the origin of each value."),
-        "check": Command(".check:run_check", "Run a few steps of every stage to find errors before the run."),
-        "plan": Command(".plan:run_plan", "Show the layout of a run and the memory that each process needs."),
+        "check": Command(".check:run_check", "Run a few steps of every stage to catch errors before the run."),
+        "plan": Command(".plan:run_plan", "Show the layout of a run and the memory each process needs."),
         "help": Command(".help:run_help", "Explain a config key, or a class that a config may name."),
     },
     "runs on disk": {
@@ -66,7 +66,7 @@ GROUPS = {
 }
 COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}
 GONE = {
-    "tune": "legato tune was removed. Try values of a setting with `legato sweep CONFIG.yaml trainer.threads=1,2 "
+    "tune": "legato tune was removed. Try values for a setting with `legato sweep CONFIG.yaml trainer.threads=1,2 "
     "--metric throughput/samples_per_second --mode max` (docs/how-to/speed.md).",
     "board": "legato board was removed. View runs with `tensorboard --logdir runs`.",
     "schema": "legato schema was removed. Editors read legato/configs/legato.schema.json (docs/how-to/config.md).",

@@ -45,7 +45,7 @@ def run_plan(options: Namespace) -> None:
     plan = Plan(load_config(options.words))
     print("\n".join(f"{name:<16}{value}" for name, value in plan.rows(memory)))
     if plan.steps == 0:
-        raise DataError("An epoch of this run has no steps, so fit would fail. Use more samples or fewer replicas.")
+        raise DataError("An epoch would have no steps, so fit would fail. Use more samples or fewer replicas.")
 
 
 # --- sizes ------------------------------------------------------------------------------------------------------------

@@ -59,7 +59,7 @@ class Blame(Callback):
         self._is_done = True
         if not task.automatic_optimization:
             raise DataError(
-                "--blame needs automatic optimization. Under manual optimization, training_step updates the weights, "
+                "--blame needs automatic optimization. With manual optimization, training_step updates the weights, "
                 "so each sample would change the weights for the next one."
             )
         batch_norms = [module for module in task.modules() if isinstance(module, BATCH_NORM) and module.training]

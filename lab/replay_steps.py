@@ -184,7 +184,7 @@ def replay_steps(
     # the default is the number of processes, which may differ here
     if source is None and trainer.replicas is None:
         trainer.replicas = int(history.start_of(first)[1]["replicas"])
-    begin = f"checkpoint of step {source.step:,}" if source else "start of the run, since no checkpoint is older,"
+    begin = f"checkpoint of step {source.step:,}" if source else "start of the run, as there is no earlier checkpoint,"
     log.info(
         "The replay starts from the %s and computes %s.", begin, counted(last - (source.step if source else 0), "step")
     )

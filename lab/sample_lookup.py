@@ -56,7 +56,7 @@ class SampleLookup:
                 epoch, begun = epoch + 1, begun + steps
                 steps = self.steps_in(step, epoch)
                 if steps == 0:
-                    raise DataError(f"With the settings of step {step}, epoch {epoch} has no steps.")
+                    raise DataError(f"With the settings used at step {step}, epoch {epoch} has no steps.")
         return StepPlace(step, epoch, step - begun - 1, steps)
 
     def steps_in(self, step: int, epoch: int) -> int | None:
@@ -70,7 +70,7 @@ class SampleLookup:
         # the ranks' shares are not recorded, and here the loader would return rank 0's share
         if not trainer.use_distributed_sampler and start.get("processes", 1) > 1:
             raise DataError(
-                "Each process of the run read its own share of the data, so the samples of a step are not recorded."
+                "Each process in the run read its own share of the data, so each step's samples are not recorded."
             )
         every, accumulate = trainer.reload_dataloaders_every_n_epochs, trainer.accumulate_grad_batches
         # a GradientAccumulationScheduler changes the trainer when an epoch starts, and no epoch starts here
@@ -108,8 +108,8 @@ class SampleLookup:
             sampler = data.source.sampler if isinstance(data.source, MapLoader) else None
             raise DataError(
                 f"{type(sampler).__name__} draws a different order each time for the same epoch, so the run's order is "
-                f"unknown. Make it depend only on set_epoch(epoch) and on the global generators of torch, NumPy or "
-                f"Python, which Legato seeds."
+                f"unknown. Make the order depend only on set_epoch(epoch) and on the global generators of torch, NumPy "
+                f"or Python, which Legato seeds."
             )
         return first
 
@@ -194,7 +194,7 @@ def shown_steps(lookup: SampleLookup, index: Any, until: int | None, replica: in
         for item in lookup.at(step).batches:
             if item.indices_by_loader is None:
                 raise DataError(
-                    "The training loader is a stream, whose samples have no indices. Use step=N, which lists batches."
+                    "The training loader is a stream, so its samples have no indices. To list batches, use step=N."
                 )
             names = [name for name, indices in item.indices_by_loader.items() if index in indices]
             if names and replica in (None, item.replica):

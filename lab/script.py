@@ -114,8 +114,8 @@ def run_to_fit(start: Mapping[str, Any], settings: Mapping[str, Any], processes:
             _imported.update(name for name in local if name.partition(".")[0] != __package__.partition(".")[0])
     if not made:
         raise ConfigError(
-            f"{script} ended before call {start['fit']} to fit on Trainer {start['trainer']}, which started the run. "
-            f"Change the script so that it reaches this call with the run's arguments, or {BY_HAND}."
+            f"{script} ended before fit call {start['fit']} on Trainer {start['trainer']}, which started the run. "
+            f"Change the script so that it makes this call with the run's arguments, or {BY_HAND}."
         )
     # pickle looks up classes of the script there
     sys.modules["__main__"] = made.pop()
@@ -185,9 +185,9 @@ def runnable(start: Mapping[str, Any]) -> tuple[str, str | None]:
     if not start:
         raise ConfigError("The run's environment.json does not record how training started.")
     if not script:
-        raise ConfigError(f"The run was started in a notebook or a shell, which Legato cannot rerun: {BY_HAND}.")
+        raise ConfigError(f"The run was started in a notebook or shell, which Legato cannot rerun. Instead, {BY_HAND}.")
     if "lightning" in start["arguments"][1:2] or "lightning" in start["command"][2:4]:
-        raise ConfigError(f"The run was started by `legato lightning`, which Legato cannot rerun: {BY_HAND}.")
+        raise ConfigError(f"The run was started with `legato lightning`, which cannot be rerun. Instead, {BY_HAND}.")
     for path in (script, start["working_directory"]):
         if not Path(path).exists():
             raise ConfigError(

@@ -98,8 +98,8 @@ class SpikeWatch(Callback):
             self._forget()
             if not task.automatic_optimization:
                 raise ConfigError(
-                    "SpikeWatch checks a step before its update, but under manual optimization, training_step updates "
-                    "the weights itself. Check the loss in training_step."
+                    "SpikeWatch checks each step before its update, but with manual optimization, training_step "
+                    "updates the weights itself. Check the loss in training_step."
                 )
 
     def on_fit_start(self, trainer: "Trainer", task: "Task") -> None:

@@ -151,7 +151,7 @@ class StragglerMonitor(Callback):
             return
         self._warned.add(self._suspect)
         log.warning(
-            "Rank %d is the slowest: it works for %.3g s per step, and the others wait %.3g s on average (%.0f%%).",
+            "Rank %d is the slowest: it works for %.3g s per step, while the others wait %.3g s on average (%.0f%%).",
             self.slowest,
             longest,
             self.wait_seconds,

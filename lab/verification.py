@@ -116,7 +116,7 @@ class Verification:
             try:
                 several, before = processes or processes_for(start), start.get("processes")
                 if start.get("reproducible") == "off":
-                    raise ConfigError("Random numbers of a run with reproducible=off cannot be reproduced.")
+                    raise ConfigError("Random numbers drawn with reproducible=off cannot be reproduced.")
                 if start.get("strategy") == "mesh" and several not in (1, before):
                     raise ConfigError(f"The run's mesh has {before} processes. Set devices={before} or devices=1.")
                 make = history.make(first, target.step, several)

@@ -94,7 +94,7 @@ class JSONLinesLogger(Logger):
         if self._line and not os.fstat(file.fileno()).st_size:
             # no resume step, since the new file has no recorded values
             self._line, self._line_start, self._resume_step = {}, 0, None
-            log.warning("%s was deleted or moved during the run. Further points are written to a new file.", self.path)
+            log.warning("%s was deleted or moved during the run. Further points will go to a new file.", self.path)
         return file
 
     def save(self) -> None:

@@ -27,7 +27,7 @@ BEST = "~best/"
 _FOLDER = "It writes to the run directory: set default_root_dir and run_name, or run.root and run.name in a config."
 INSTEAD = {
     **dict.fromkeys(("save_dir", "name", "version", "sub_dir"), _FOLDER),
-    "prefix": "Add the prefix to the names that you log.",
+    "prefix": "Add the prefix to the names you log.",
     "log_graph": "Call self.logger.experiment.add_graph(self, batch) in on_train_start.",
     "default_hp_metric": "Remove it: the HPARAMS tab shows the logged metrics.",
 }
@@ -51,7 +51,7 @@ class TensorBoardLogger(Logger):
     def __init__(self, *, own_metrics_last: bool = True, **writer_options: Any) -> None:
         super().__init__()
         for name in writer_options.keys() & INSTEAD.keys():
-            raise ConfigError(f"TensorBoardLogger has no argument {name}. {INSTEAD[name]}")
+            raise ConfigError(f"TensorBoardLogger has no argument `{name}`. {INSTEAD[name]}")
         self.own_metrics_last, self._writer_options = own_metrics_last, writer_options
         # directory of the event files; None before `open`
         self._events: Path | None = None

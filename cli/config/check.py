@@ -429,7 +429,9 @@ def find_target(value: Mapping[str, Any], key: Key, base: type) -> Any:
         raise ConfigError(f"must be a dotted path to a class, not {describe(path)}.")
     # a config may come from an untrusted source, and os.system is a function
     if nested and path.partition(".")[0] in sys.stdlib_module_names and path not in BUILDABLE:
-        raise ConfigError(f"{path!r} is rejected: configs may use only {', '.join(BUILDABLE)} of the standard library.")
+        raise ConfigError(
+            f"{path!r} is rejected: from the standard library, configs may use only {', '.join(BUILDABLE)}."
+        )
     try:
         target = load(path)
     except ConfigError as error:

@@ -31,7 +31,7 @@ from ...base.values import Key
 log = logging.getLogger("legato")
 
 SECTIONS = {
-    "seed": "Seed of all random numbers of the run.",
+    "seed": "Seed for all random numbers in the run.",
     "run": "name and root: the run directory is root/name/version_N. save_code: store the git commit and uncommitted "
     "changes there.",
     "resume": '"auto": continue from the newest complete checkpoint of this run. A path: start from that checkpoint. '
@@ -429,7 +429,7 @@ def _overrides(base: Layer, overrides: Sequence[str]) -> Layer:
         if not all(key):
             raise ConfigError(f"override {override!r}: {path!r} is not a valid key. Write key.subkey=value.")
         if key[0] == "extends":
-            raise ConfigError(f"override {override!r}: only a file can extend others. Pass the base file first.")
+            raise ConfigError(f"override {override!r}: only a file can extend other files. Pass the base file first.")
         try:
             parsed = parse_yaml(text, f"override {override!r}", key, "override")
         except ConfigError as error:

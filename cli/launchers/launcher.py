@@ -63,8 +63,8 @@ def machines_of(config: "Config", name: str) -> Machines:
     count = len(devices) if isinstance(devices, list) else int(devices) if str(devices).isdecimal() else 0
     if not count or accelerator == "auto":
         raise ConfigError(
-            f"launcher={name} cannot resolve devices={devices!r} and accelerator={accelerator!r}, since the run starts "
-            f"on other machines. Set trainer.devices to the number per node, and trainer.accelerator to gpu or cpu."
+            f"launcher={name} cannot resolve devices={devices!r} and accelerator={accelerator!r}, as the run starts on "
+            f"other nodes. Set trainer.devices to the number of devices per node and trainer.accelerator to gpu or cpu."
         )
     if isinstance(strategy, dict) and strategy.get("elastic"):
         raise ConfigError(

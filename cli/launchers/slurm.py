@@ -82,7 +82,7 @@ class SlurmLauncher(Launcher):
         values = config.values
         if (self.folder is None or values["resume"] != "auto") and address_problem(values["run"]["root"]):
             raise ConfigError(
-                "With run.root in an object store, set launcher.folder=FOLDER to choose where to write the job's "
+                "With run.root in an object store, set launcher.folder=FOLDER to choose where to write the job "
                 "script, and set resume=auto so that a requeued job finds its run."
             )
         runs = Path(values["run"]["root"]) / values["run"]["name"]
@@ -116,7 +116,7 @@ class SlurmLauncher(Launcher):
             "#!/bin/bash",
             *(f"#SBATCH {option}" for option in self._options(machines, name, stem.parent)),
             "",
-            f"# On SIGUSR1 ({self.signal_seconds} s before the time limit) and on SIGTERM (at a preemption),",
+            f"# On SIGUSR1 ({self.signal_seconds} s before the time limit) and on SIGTERM (preemption),",
             f"# the run saves a checkpoint and ends with exit code {RESUME_ME}.",
             *self.setup,
             "resume=()",

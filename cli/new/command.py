@@ -42,12 +42,12 @@ def write_project(folder: Path) -> list[Path]:
     name = folder_name.replace("-", "_")
     if not re.fullmatch(r"[A-Za-z]\w*", name, re.ASCII) or keyword.iskeyword(name) or name.lower() in TAKEN:
         raise ConfigError(
-            f"{folder_name!r} cannot be the name of a project. A name must consist of letters, digits and underscores, "
+            f"{folder_name!r} cannot be a project name. A name must consist of letters, digits and underscores, "
             f"begin with a letter, and differ from {', '.join(sorted(TAKEN))}."
         )
     if name in sys.stdlib_module_names:
         raise ConfigError(
-            f"{folder_name!r} is a module of Python's standard library, which the project's package would shadow. "
+            f"{folder_name!r} is a module in Python's standard library, which the project's package would shadow. "
             f"Choose another name, such as {name}_net."
         )
     # checks the longest file name in the project, since file systems limit names to 255 bytes

@@ -20,4 +20,4 @@ class CheckpointMissingError(CheckpointError, FileNotFoundError):
 def require_checkpoint(path: Any) -> None:
     """Raise CheckpointMissingError if the path of a checkpoint does not exist."""
     if not os.path.exists(path):
-        raise CheckpointMissingError(f"There is no checkpoint at {str(path)!r}. Pass the path of a saved checkpoint.")
+        raise CheckpointMissingError(f"There is no checkpoint at {str(path)!r}. Pass the path to a saved checkpoint.")

@@ -49,7 +49,7 @@ def _log_progress(trainer: Any, path: Path, saved: Mapping[str, Any], progress: 
     if left:
         lines.append(f"Not restored: the state of {', '.join(left)}, because this run has no such callback.")
     if rounds:
-        lines.append("Values logged so far in this epoch are not in the file, so its means cover only later batches.")
+        lines.append("Values logged so far in this epoch are not in the file, so the means omit these values.")
     lines.append(f"A loader that shuffles now uses Legato's order, which depends on seed={trainer.seed} and the epoch.")
     log.info("%s", "\n".join(lines))
 

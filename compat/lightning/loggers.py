@@ -476,7 +476,7 @@ class CSVLogger(FolderParts, csv_file.CSVLogger):
             backup = next(name for name in (path.with_name(f"metrics.{n}.csv") for n in count(1)) if not name.exists())
             path.rename(backup)
             self.columns = []
-            rank_zero_warn(f"{path.parent} contained metrics of another run. They were moved to {backup.name}.")
+            rank_zero_warn(f"{path.parent} contained metrics from another run, which were moved to {backup.name}.")
 
     def follow(self, run_dir: Path) -> None:
         """Store rank 0's folder. A later run in the parent process then appends to the same file."""

@@ -24,7 +24,7 @@ class Counts:
     # an error, because a program that sets counts expects a run to continue from them
     def __setattr__(self, name: str, value: Any) -> None:
         raise UnsupportedError(
-            f"{type(self).__name__}.{name} = {value!r}: a run's counts cannot be set. To resume, call "
+            f"{type(self).__name__}.{name} = {value!r}: a run's counters cannot be set. To resume, call "
             "fit(ckpt_path=...). You can set only fit_loop.max_epochs and fit_loop.epoch_loop._batches_that_stepped."
         )
 
@@ -312,7 +312,7 @@ class PredictionLoop(Loop):
     @_predictions.setter
     def _predictions(self, value: list[list[Any]]) -> None:
         if any(value):
-            raise UnsupportedError("trainer.predict_loop._predictions can only be cleared. Override predict_step.")
+            raise UnsupportedError("trainer.predict_loop._predictions can only be cleared. Edit predict_step instead.")
         if self._loop_state is not None:
             self._loop_state.outputs.clear()
 

@@ -461,7 +461,7 @@ def builder(kind: Any, values: Mapping[str, Any]) -> Any:
     if not (isinstance(named, type) and issubclass(named, kind)):
         raise ValueError(
             f"The checkpoint requires the class {values['_class_path']!r}, which is not an imported subclass of "
-            f"{kind.__name__}. Import the module that defines this class before you load the checkpoint."
+            f"{kind.__name__}. Import the module that defines this class before loading the checkpoint."
         )
 
     def build(_instantiator: str, **arguments: Any) -> Any:

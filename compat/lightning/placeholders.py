@@ -38,8 +38,8 @@ def internal_name_message(owner: object, name: str) -> str:
     """Return the message for an AttributeError about a name that is internal to Lightning."""
     return (
         f"{type(owner).__name__!r} object has no attribute {name!r}, which is internal to Lightning and has no "
-        "equivalent in Legato. Use the public attributes and hooks (docs/from-lightning.md), or run a package that "
-        "needs it with Lightning."
+        "equivalent in Legato. Use the public attributes and hooks (docs/from-lightning.md), or use Lightning to "
+        "run packages that need this attribute."
     )
 
 

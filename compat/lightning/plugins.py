@@ -65,7 +65,7 @@ class MixedPrecision(Precision):
             raise ConfigError(f"MixedPrecision(precision={precision!r}): expected '16-mixed' or 'bf16-mixed'.")
         if scaler is not None:
             raise UnsupportedError(
-                "MixedPrecision(scaler=...) is not supported: the run creates its GradScaler. To change its "
+                "MixedPrecision(scaler=...) is not supported: the Trainer creates the GradScaler. To change its "
                 "settings, use trainer.precision_plugin.scaler in a callback."
             )
         self.precision, self.device = precision, device
@@ -93,7 +93,7 @@ class FSDPPrecision(Precision):
     def __init__(self, precision: str, scaler: Any = None) -> None:
         super().__init__()
         if scaler is not None:
-            raise UnsupportedError("FSDPPrecision(scaler=...) is not supported: the run creates its scaler.")
+            raise UnsupportedError("FSDPPrecision(scaler=...) is not supported: the Trainer creates the scaler.")
         self.precision = word_of(precision)
 
 
@@ -104,8 +104,8 @@ CALLED_BY_LIGHTNING = (
 )
 """Methods of a precision that a run calls in Lightning but not in Legato."""
 OWN_PRECISION = (
-    "a run selects its precision by name. Pass Trainer(precision=...), and override backward, optimizer_step, "
-    "configure_gradient_clipping or on_after_batch_transfer of the module."
+    "precision is selected by name. Pass Trainer(precision=...), and override the module's backward, optimizer_step, "
+    "configure_gradient_clipping or on_after_batch_transfer."
 )
 
 
@@ -222,7 +222,7 @@ def read_plugins(plugins: Any) -> dict[str, Any]:
             if type(plugin).__module__ != __name__:
                 raise UnsupportedError(
                     f"plugins=[{type(plugin).__name__}()] is not supported. Legato reads environment variables: set "
-                    "those of SLURM or MPI, or RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT."
+                    "the ones that SLURM or MPI uses, or RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT."
                 )
             arguments["requeue"] = bool(getattr(plugin, "auto_requeue", False)) and plugin.place.world_size > 1
         elif isinstance(plugin, TorchSyncBatchNorm):
@@ -231,7 +231,7 @@ def read_plugins(plugins: Any) -> dict[str, Any]:
             arguments["precision"] = plugin
         else:
             raise UnsupportedError(
-                f"plugins=[{type(plugin).__name__}] is not supported: expected a precision, an environment or "
+                f"plugins=[{type(plugin).__name__}] is not supported: expected a precision plugin, an environment or "
                 "TorchSyncBatchNorm. To change where checkpoints are written, subclass ModelCheckpoint."
             )
     return arguments

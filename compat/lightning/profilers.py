@@ -212,7 +212,7 @@ class PyTorchProfiler(Profiler):
         for name in self._table.keys() - set(self.TABLE_ARGUMENTS):
             raise KeyError(f"Found invalid table_kwargs key: {name}.")
         if not callable(profiler_kwargs.get("schedule") or callable):
-            raise ConfigError(f"schedule must be a function of the step, got {profiler_kwargs['schedule']!r}.")
+            raise ConfigError(f"`schedule` must be a function of the step, got {profiler_kwargs['schedule']!r}.")
         self.module: torch.nn.Module | None = None
         """The module whose submodules are named in the trace."""
         self.steps: float = math.inf

@@ -16,7 +16,7 @@ FROZEN_RUNPY = "<frozen runpy>"
 USAGE = "legato lightning SCRIPT.py [arguments], or legato lightning -m MODULE [arguments]"
 HELP = f"""usage: {USAGE}
 
-Runs a program that was written for PyTorch Lightning, without changes. In the program, and in all processes that it
+Runs a program written for PyTorch Lightning without changes. In the program and all processes it
 starts, lightning, lightning.pytorch and pytorch_lightning import Legato. The arguments are passed to the program. For
 differences from Lightning, see docs/from-lightning.md."""
 

@@ -306,7 +306,7 @@ class DDPStrategy(OwnBackward, DistributedDataParallel, ParallelStrategy):
         if ddp_comm_hook is not None or model_averaging_period is not None:
             raise UnsupportedError(
                 "DDPStrategy(ddp_comm_hook=..., model_averaging_period=...) is not supported: gradients are reduced "
-                "in each step, in float32. For a different reduction, subclass legato.strategies.GroupStrategy."
+                "in float32 at every step. For a different reduction, subclass legato.strategies.GroupStrategy."
             )
         super().__init__(
             **options_of_ddp(**kwargs),
@@ -393,7 +393,7 @@ class FSDPStrategy(OwnBackward, FullyShard, ParallelStrategy):
 
 FSDP_INSTEAD = {
     "mixed_precision": "pass Trainer(precision=...), which sets the dtypes.",
-    "device_mesh": "pass Trainer(strategy={'name': 'mesh', 'data': 2, 'shard': 4}) to Legato's Trainer.",
+    "device_mesh": "pass strategy={'name': 'mesh', 'data': 2, 'shard': 4} to Legato's Trainer.",
     "": "torch's fully_shard, which this strategy uses, does not have this argument.",
 }
 

@@ -224,7 +224,7 @@ class Trainer(TrainerAttributes):
         # Lightning raises an error; Legato would train nothing and report success
         if run.source is not None and 0 <= (self.max_epochs or 0) < self.state.epoch:
             raise MisconfigurationException(
-                f"max_epochs={self.max_epochs} is less than the checkpoint's {self.state.epoch} epochs. Increase it."
+                f"max_epochs={self.max_epochs} is below the checkpoint's {self.state.epoch} epochs. Raise max_epochs."
             )
         # a dict with "weight" is an ordinary result in programs for Lightning
         run.optimization.weights = SampleWeights(self)  # type: ignore[assignment]
@@ -311,7 +311,7 @@ class Trainer(TrainerAttributes):
                 and isinstance(model, Task)
                 and not overrides(model, Task, "validation_step")
             ):
-                log.warning("fit ignores val_dataloaders, because %s has no validation_step.", type(model).__name__)
+                log.warning("fit ignores val_dataloaders because %s has no validation_step.", type(model).__name__)
                 val_dataloaders = None
             data = {"train_dataloaders": train_dataloaders, "val_dataloaders": val_dataloaders}
             self._prepare("fit", model, **data, datamodule=datamodule)

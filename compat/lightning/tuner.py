@@ -184,8 +184,8 @@ class Tuner:
             raise ConfigError(f"mode must be 'power' or 'binsearch', got {mode!r}.")
         if any(hasattr(source, "__iter__") for source in data.values()):
             raise ConfigError(
-                "scale_batch_size cannot change the fixed batch size of loaders. Define the loaders in the module "
-                f"or a data module, with the attribute {batch_arg_name!r} as the batch size."
+                "scale_batch_size cannot change the batch size of existing loaders. Define the loaders in the module "
+                f"or a data module, and use its attribute {batch_arg_name!r} as their batch size."
             )
         if self._trainer.fast_dev_run:
             rank_zero_warn("Skipping batch size scaler since `fast_dev_run` is enabled.")
@@ -310,7 +310,7 @@ def trial_of(trainer: "Trainer", task: Task, *data: Any) -> Iterator[tuple["Trai
     ConfigError if the trainer is running with multiple processes.
     """
     if trainer.running and trainer.world_size > 1:
-        raise ConfigError("During a run, a search supports only one process. Use the Tuner before the run.")
+        raise ConfigError("A search during a run can use only one process. Use the Tuner before the run.")
     modules = [(module, module.__dict__.get("trainer")) for module in data if isinstance(module, DataModule)]
     copied = copy.deepcopy(task)
     copied.__dict__["configure_callbacks"] = list  # a trial does not use the callbacks that the task adds

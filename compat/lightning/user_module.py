@@ -31,6 +31,6 @@ def refuse_old_hooks(method: str, module: Any) -> None:
     for name in HOOKS_OF_LIGHTNING_1.get(method, ()):
         if callable(getattr(module, name, None)):
             raise NotImplementedError(
-                f"{type(module).__name__}.{name} is a hook of Lightning 1, which Lightning 2 does not call. Store "
+                f"{type(module).__name__}.{name} is a hook from Lightning 1, which Lightning 2 does not call. Store "
                 f"outputs in an attribute of the module, and use them in {RENAMED[name]}."
             )

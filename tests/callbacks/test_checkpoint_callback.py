@@ -283,7 +283,9 @@ def test_a_run_that_can_save_nothing_says_so(tmp_path, caplog):
     never = Checkpoint("val/score", "max", save_last=False, every_n_train_steps=3)
     trainer = fit(tmp_path, never, values=[0.5, 0.9])
     assert not (trainer.run_dir / "checkpoints").exists()
-    assert "was saved by step 4. With save_last=False, a checkpoint requires a value of 'val/score'" in caplog.text
+    assert (
+        "was saved by step 4. With save_last=False, saving a checkpoint requires a value for 'val/score'" in caplog.text
+    )
 
 
 VALUES = [1.0, 9.0, 9.0, 9.0, 5.0, 5.0, 5.0, 5.0, 6.0, 6.0, 6.0, 6.0]

@@ -75,7 +75,7 @@ def test_finetuning_of_ones_own(tmp_path):
     _, task = run(tmp_path, Own, True, Look())
     assert seen == [(False, 1), (True, 2), (True, 2), (True, 2)]
     assert not torch.equal(task.backbone[0].weight, before)
-    with pytest.raises(ConfigError, match="requires Headless to have a module `backbone`"):
+    with pytest.raises(ConfigError, match="requires Headless to have a `backbone` module"):
         make_trainer(tmp_path, BackboneFinetuning()).fit(Headless(), loader())
 
 

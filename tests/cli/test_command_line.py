@@ -154,7 +154,7 @@ def test_neither_help_nor_a_misspelt_key_imports_torch(word: str) -> None:
     ("arguments", "words"),
     [
         (["fitt", "line.yaml"], "'fitt' is not a command. Did you mean 'fit'?"),
-        (["tune", "line.yaml"], "legato tune was removed. Try values of a setting with"),
+        (["tune", "line.yaml"], "legato tune was removed. Try values for a setting with"),
         (["bananas"], "The commands are new, fit, validate"),
         (["fit"], "No config file"),
         (["export", "x"], "legato export: the following arguments are required: OUT."),
@@ -368,7 +368,7 @@ def test_the_package_is_a_program_too() -> None:
 def test_an_export_of_another_kind_is_refused() -> None:
     done = legato("export", "anything", "weights.pt")
     assert done.returncode != 0
-    assert "weights.pt: expected a file name that ends in .safetensors" in done.stderr
+    assert "weights.pt: expected a file name ending in .safetensors" in done.stderr
 
 
 def test_more_processes_than_replicas_are_refused_before_any_starts() -> None:

@@ -268,7 +268,7 @@ def test_a_replay_tells_where_it_begins_and_how_many_steps_it_takes() -> None:
             shutil.rmtree(path)
     done = legato("replay", str(run), "step=7")
     assert (
-        "The replay starts from the start of the run, since no checkpoint is older, and computes 7 steps."
+        "The replay starts from the start of the run, as there is no earlier checkpoint, and computes 7 steps."
         in done.stderr
     )
     done = legato("replay", str(run), "step=18")

@@ -199,7 +199,7 @@ def test_what_has_changed_is_told(folder: Path) -> None:
     assert "The replay differs from the run" in done.stderr
     (folder / "train.py").write_text(TRAIN.replace("    trainer.fit(", "    return\n    trainer.fit("))
     done = legato("replay", str(RUN), "step=7", fails=True)
-    assert "train.py ended before call 1 to fit on Trainer 1, which started the run" in done.stderr
+    assert "train.py ended before fit call 1 on Trainer 1, which started the run" in done.stderr
     (folder / "train.py").write_text(TRAIN.replace("    trainer.fit(", "    1 / 0\n    trainer.fit("))
     done = legato("replay", str(RUN), "step=7", fails=True)
     assert "ZeroDivisionError" in done.stderr
@@ -216,7 +216,7 @@ def test_a_notebook_is_refused_with_the_way_out(folder: Path) -> None:
     record = json.loads((RUN / "environment.json").read_text())
     record["starts"][0] |= {"script": "/bin/legato", "command": [sys.executable, "/bin/legato", "lightning", "x.py"]}
     (RUN / "environment.json").write_text(json.dumps(record))
-    with pytest.raises(ConfigError, match="started by `legato lightning`"):
+    with pytest.raises(ConfigError, match="started with `legato lightning`"):
         history_of(RUN).make(7, 7)
 
 

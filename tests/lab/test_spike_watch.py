@@ -238,7 +238,7 @@ def test_what_cannot_be_judged_is_refused(trainer):
         def configure_optimizers(self):
             return torch.optim.LBFGS(self.parameters())
 
-    with pytest.raises(ConfigError, match="SpikeWatch checks a step"):
+    with pytest.raises(ConfigError, match="SpikeWatch checks each step"):
         trainer(callbacks=[SpikeWatch()]).fit(Manual(), make_loader(20))
     with pytest.raises(ConfigError, match="got LBFGS, which evaluates the loss itself"):
         trainer(callbacks=[SpikeWatch()]).fit(Closures(), make_loader(20))

@@ -155,7 +155,7 @@ def test_it_warns_with_the_ranks_name(capfd):
     run_workers(work, 2, threads=1)
     errors = capfd.readouterr().err
     assert errors.count("Rank 1 is the slowest: it works for 0.") == 1
-    assert " s per step, and the others wait " in errors
+    assert " s per step, while the others wait " in errors
     assert " s on average (" in errors
 
 

@@ -223,7 +223,7 @@ def test_runs_that_cannot_be_verified_are_refused_with_a_sentence() -> None:
     run = trained("callbacks.checkpoint.save_weights_only=true")
     assert "has no complete checkpoint to compare with" in legato("verify", str(run), fails=True).stderr
     run = trained("trainer.reproducible=off", name="off")
-    assert "a run with reproducible=off cannot be reproduced" in legato("verify", str(run), fails=True).stderr
+    assert "numbers drawn with reproducible=off cannot be reproduced" in legato("verify", str(run), fails=True).stderr
     run = trained(name="third")
     (run / ".lock").write_text("held")
     assert "is still in progress" in legato("verify", str(run), fails=True).stderr

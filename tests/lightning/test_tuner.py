@@ -78,7 +78,7 @@ def test_wishes_that_cannot_be_met(tmp_path):
         tuner.scale_batch_size(model, datamodule=Data(), method="fit_all")
     with pytest.raises(MisconfigurationException, match="dataloaders"):
         tuner.scale_batch_size(model, dataloaders=make_loader())
-    with pytest.raises(MisconfigurationException, match="fixed batch size"):
+    with pytest.raises(MisconfigurationException, match="batch size of existing loaders"):
         tuner.scale_batch_size(model, make_loader())
 
 

@@ -99,7 +99,7 @@ def on_two(strategy, **more):
 
 WHOLE = {"pipeline": "needs all weights"}
 LOOKS = {"pipeline": "needs all modules"}
-SPIKES = LOOKS | {"manual": "checks a step before its update"}
+SPIKES = LOOKS | {"manual": "checks each step before its update"}
 SHAPING = [
     Feature("accumulation", arguments(accumulate_grad_batches=2), group="accumulation"),
     Feature("clip", arguments(gradient_clip_val=0.3)),

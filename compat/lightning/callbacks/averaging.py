@@ -66,12 +66,12 @@ class StochasticWeightAveraging(weight_averaging.WeightAveraging, Callback):
         fraction = isinstance(swa_epoch_start, float)
         if not (0 <= swa_epoch_start <= 1 if fraction else swa_epoch_start >= 1):
             raise ConfigError(
-                "StochasticWeightAveraging: expected swa_epoch_start to be an epoch of at least 1, or a fraction of "
-                f"max_epochs from 0.0 to 1.0, got {swa_epoch_start!r}."
+                "StochasticWeightAveraging: expected swa_epoch_start to be an epoch number of 1 or greater, or a "
+                f"fraction of max_epochs from 0.0 to 1.0, got {swa_epoch_start!r}."
             )
         if annealing_strategy not in ("cos", "linear") or annealing_epochs < 0:
             raise ConfigError(
-                f"StochasticWeightAveraging: expected annealing_strategy 'cos' or 'linear' and annealing_epochs of at "
+                f"StochasticWeightAveraging: annealing_strategy must be 'cos' or 'linear' and annealing_epochs at "
                 f"least 0, got {annealing_strategy!r} and {annealing_epochs!r}."
             )
         self.swa_lrs, self.swa_epoch_start = rates, swa_epoch_start

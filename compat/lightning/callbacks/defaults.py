@@ -23,9 +23,7 @@ def refuse_same_keys(callbacks: Sequence[Callback]) -> None:
     keys = [callback.state_key for callback in callbacks if overrides(callback, Callback, "state_dict")]
     if len(set(keys)) < len(keys):
         same = next(key for key in keys if keys.count(key) > 1)
-        raise RuntimeError(
-            f"Several callbacks have the state_key {same!r}. Make the state_key of each callback unique."
-        )
+        raise RuntimeError(f"Several callbacks have the state_key {same!r}. Make each callback's state_key unique.")
 
 
 def make_callbacks(trainer: Any, arguments: Mapping[str, Any], profiler: Any) -> list[Callback]:

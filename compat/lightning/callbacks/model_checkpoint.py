@@ -136,8 +136,8 @@ class ModelCheckpoint(Checkpoint):
             )
         if self.monitor is None and self.save_top_k not in (-1, 0, 1):
             raise ConfigError(
-                f"ModelCheckpoint: save_top_k={self.save_top_k} needs a monitor to rank checkpoints. Pass monitor=, or "
-                "save_top_k=-1 (all), 0 (none) or 1 (the newest)."
+                f"ModelCheckpoint: save_top_k={self.save_top_k} needs a metric to rank checkpoints by. Pass monitor, "
+                "or save_top_k=-1 (all), 0 (none) or 1 (the newest)."
             )
 
     @property

@@ -375,7 +375,10 @@ def test_a_nested_class_must_descend_from_the_annotation() -> None:
     ):
         build.build_config(config)
     marker = Path("ran")
-    with pytest.raises(ConfigError, match=r"'pathlib\.Path\.touch' is rejected: configs may use only collections"):
+    with pytest.raises(
+        ConfigError,
+        match=r"'pathlib\.Path\.touch' is rejected: from the standard library, configs may use only collections",
+    ):
         build.build_config(check.load_config(["base.yaml", "task.head={_target_: pathlib.Path.touch, self: ran}"]))
     assert not marker.exists()
 

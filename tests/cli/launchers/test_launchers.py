@@ -109,7 +109,7 @@ def launch(*words):
         ("launcher=slurm launcher.options={-p: gpu}", "expected a long sbatch option without the dashes"),
         (
             "launcher=slurm trainer.devices=auto",
-            "devices='auto' .* Set trainer.devices to the number per node",
+            "devices='auto' .* Set trainer.devices to the number of devices per node",
         ),
         ("launcher=slurm trainer.accelerator=auto", "accelerator='auto', .* trainer.accelerator to gpu or cpu"),
         ("launcher=ray trainer.num_nodes=2", "Ray has one machine, but trainer.num_nodes=2"),

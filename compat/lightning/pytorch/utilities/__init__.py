@@ -38,7 +38,7 @@ from legato.compat.lightning.inner import alias_below, inner_name, placeholders
     "Legato has no DeepSpeed. Its fsdp and zero1 strategies shard the training state but write whole checkpoints.",
 )
 is_cuda_out_of_memory, is_cudnn_snafu, is_out_of_cpu_memory = placeholders(
-    __name__, "is_cuda_out_of_memory is_cudnn_snafu is_out_of_cpu_memory", "Call is_oom_error, which detects them all."
+    __name__, "is_cuda_out_of_memory is_cudnn_snafu is_out_of_cpu_memory", "Call is_oom_error, which detects all three."
 )
 extract_batch_size, = placeholders(
     __name__, "extract_batch_size", "Pass the batch size where you need it: self.log(..., batch_size=len(batch))."
@@ -60,7 +60,7 @@ clean_namespace, collect_init_args, is_picklable, parse_class_init_keys, save_hy
     "Call self.save_hyperparameters(), which stores the arguments of __init__ that are data.",
 )
 lightning_getattr, lightning_hasattr, lightning_setattr = placeholders(
-    __name__, "lightning_getattr lightning_hasattr lightning_setattr", "Read it from the module or its hparams."
+    __name__, "lightning_getattr lightning_hasattr lightning_setattr", "Get or set it on the module or its hparams."
 )
 find_shared_parameters, set_shared_parameters = placeholders(
     __name__, "find_shared_parameters set_shared_parameters", "Shared parameters stay shared in every run."
@@ -71,7 +71,7 @@ from_compiled, to_uncompiled = placeholders(
 get_torchvision_model, has_len_all_ranks, is_param_in_hook_signature, is_shared_filesystem, pl_worker_init_function = (
     placeholders(
         __name__, "get_torchvision_model has_len_all_ranks is_param_in_hook_signature is_shared_filesystem "
-        "pl_worker_init_function", "It is a helper of Lightning's loops. A run seeds its loader workers.",
+        "pl_worker_init_function", "It is a helper for Lightning's loops. A run seeds its loader workers.",
     )
 )
 __getattr__ = inner_name(__name__)
