@@ -144,7 +144,7 @@ REFUSED: tuple[Refusal, ...] = (
 NOT_TRIED: tuple[tuple[Refusal, str], ...] = (
     (
         {"strategy": ("pipeline", "data_parallel"), "kind": ("batch norm CNN",)},
-        "batch norm sees parts of a batch, and updates its statistics for each part",
+        "batch norm sees only part of a batch at a time, and updates its statistics for each part",
     ),
     (
         {
@@ -155,7 +155,7 @@ NOT_TRIED: tuple[tuple[Refusal, str], ...] = (
     ),
     (
         {"strategy": ("data_parallel",), "option": ("two loaders",)},
-        "if parts of a combined batch differ in length, each device gets a part of the first and all of the others",
+        "if the loaders' batches differ in length, each device gets part of the first batch and all of the others",
     ),
     (
         {"strategy": ("ddp_rpc",), "kind": ("tied weights",)},
@@ -163,7 +163,7 @@ NOT_TRIED: tuple[tuple[Refusal, str], ...] = (
     ),
     (
         {"kind": ("LSTM",), "precision": ("16-mixed",)},
-        "torch has no float16 LSTM on most CPUs",
+        "torch doesn't support float16 LSTMs on most CPUs",
     ),
     (
         {"kind": ("LSTM",), "option": ("compile",), "precision": ("bf16-true",)},
@@ -183,11 +183,11 @@ LEFT_OUT: tuple[tuple[Refusal, str], ...] = (
     ),
     (
         {"option": ("manual", "sync_batchnorm"), "precision": ("16-mixed",)},
-        "the reference joins the batches of all replicas, and their gradients overflow at another loss scale",
+        "the reference joins the batches of all replicas, and their gradients overflow at a different loss scale",
     ),
     (
         {"option": ("manual",), "kind": ("batch norm CNN",), "reproducible": ("order",)},
-        "the reference joins the batches of all replicas, for which batch norm has other statistics",
+        "the reference joins the batches of all replicas, so batch norm computes different statistics",
     ),
     (
         {
@@ -196,7 +196,7 @@ LEFT_OUT: tuple[tuple[Refusal, str], ...] = (
             "option": ("sync_batchnorm",),
             "disturbance": ("killed, resumed under another strategy",),
         },
-        "no other strategy has both shards of layers and a process for each replica",
+        "no other strategy combines sharded layers with one process per replica",
     ),
 )
 """More such combinations, removed after the rows are chosen, so that the other rows stay the same."""
