@@ -236,5 +236,5 @@ def test_a_run_without_a_step_is_refused_as_by_fit(capsys: pytest.CaptureFixture
     for command in ("plan", "fit"):
         assert main([command, *words]) == 1
         output = capsys.readouterr()
-        assert ("no steps" if command == "plan" else "too short for a step") in output.err
+        assert ("no steps" if command == "plan" else "too little training data for a step") in output.err
         assert ("Steps per epoch 0" in output.out) == (command == "plan")

@@ -126,4 +126,4 @@ def test_a_rank_that_does_not_see_the_run_is_refused() -> None:
     ]
     printed = [rank.communicate(timeout=100) for rank in ranks]
     assert all(rank.returncode for rank in ranks), printed
-    assert "but rank 1 cannot find that run. Share the folder of runs" in printed[1][1]
+    assert "but rank 1 cannot find that run. Share the runs folder" in printed[1][1]

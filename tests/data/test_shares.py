@@ -254,7 +254,8 @@ def test_a_run_on_shares_resumes_on_as_many_processes_alone(tmp_path, name):
 
     undisturbed, stopped = run_workers(work, 2, threads=1)
     with pytest.raises(
-        ConfigError, match=r"own share .* \(as when the run started\).* Start 2 processes, as when the run started"
+        ConfigError,
+        match=r"own share .* \(as when the run started\).* Start 2 processes, as many as when the run started",
     ):
         resume(strategy="single")
     rest = run_workers(lambda: resume(strategy="ddp", devices=2), 2, threads=1)

@@ -114,7 +114,7 @@ def test_a_fit_with_nothing_to_train_calls_the_hooks_around_training(arguments):
 
 def test_a_limit_that_leaves_no_batch_is_refused():
     with pytest.raises(
-        ConfigError, match=r"limit_val_batches=0\.1 of 5 batches is less than one batch\. Set 0 or at least 0\.2"
+        ConfigError, match=r"limit_val_batches=0\.1 of 5 batches is less than one batch\. Use 0 or at least 0\.2"
     ):
         course(pl, limit_val_batches=0.1)
 

@@ -340,5 +340,5 @@ def test_servers_have_no_weights(trainer):
             loss = nn.functional.cross_entropy(self.model[1:](self.words(batch[0])).transpose(1, 2), batch[1])
             return {"loss": loss + self.model[0].weight.sum() * 0.0, "weight": 1}
 
-    with pytest.raises(TaskError, match="ddp_rpc sends gradients to its servers before it has the weights"):
+    with pytest.raises(TaskError, match="ddp_rpc sends gradients to its servers before it knows the weights"):
         trained(trainer, Remote(), devices=1, strategy={"name": "ddp_rpc", "servers": 1}, precision="32")

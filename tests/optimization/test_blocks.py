@@ -112,7 +112,7 @@ def test_what_cannot_be_synchronized_is_refused(results, refused):
     messages = results[1]
     assert "4 replicas on 2 processes. Start 4 processes under strategy=ddp, or start a new run" in messages["turns"]
     assert "Set reproducible=order, or leave" in messages["bitwise"]
-    assert "strategy=fsdp cannot do this. Use ddp, zero1 or" in messages["elsewhere"]
+    assert "strategy=fsdp does not support this. Use ddp, zero1 or" in messages["elsewhere"]
     message = refused(ConfigError, Net(norm=True), sync_batchnorm=True, replicas=2)
     assert "2 replicas on 1 process. Start 2 processes" in message
 

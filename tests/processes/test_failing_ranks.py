@@ -142,5 +142,5 @@ def test_a_killed_fork_server_is_named(trainer):
     task = KillsServer()
     with pytest.raises(WorkerError) as caught:
         trainer(strategy="ddp", devices=2, max_epochs=10_000).fit(task, make_loader(32))
-    assert "lost its fork server, which another process has killed" in str(caught.value)
+    assert "lost its fork server, which another process killed" in str(caught.value)
     trainer(strategy="ddp", devices=2, max_epochs=1).fit(Validated(), make_loader(32))  # by a new one

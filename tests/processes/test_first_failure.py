@@ -99,7 +99,7 @@ def test_a_rank_that_exits_is_named_by_the_others(ended):
 
 
 @pytest.mark.parametrize(
-    ("who", "words"), [(0, "has ended without an error message"), (1, "no rank has reported an error")]
+    ("who", "words"), [(0, "has exited without an error message"), (1, "no rank has reported an error")]
 )
 def test_a_rank_that_was_killed_is_suspected(ended, who, words):
     codes, outputs = ended(who, "kill")

@@ -129,7 +129,7 @@ def test_a_process_that_is_stopped_does_not_answer(trainer):
                 os.kill(os.getpid(), signal.SIGSTOP)
 
     output = hanging(trainer(**TWO), Stops(), make_loader(32))
-    assert "rank 1 does not answer" in output
+    assert "rank 1 is not responding" in output
     assert "The others are waiting for rank 1." in output
 
 

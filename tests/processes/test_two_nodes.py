@@ -146,7 +146,7 @@ def test_ranks_that_cannot_connect_end_with_one_sentence(cable, folder):
     out, _, second = on_two_nodes("bash", "-c", script, "bash", *PYTHON, "script.py", "own")
     for text in (out, second):
         assert re.search(r"WorkerError: Rank \d of 4 cannot connect to the others", text)
-        assert "set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface that leads to" in text
+        assert "set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to an interface that reaches the" in text
         assert "code 1" in text
 
 
@@ -163,10 +163,10 @@ def test_a_rank_that_has_lost_the_network_ends_after_its_limit(cable, folder, li
     (folder / "cut.py").write_text(CUT)
     out, _, second = on_two_nodes("bash", "-c", '"$@" 2>&1; echo code $?', "bash", *PYTHON, "cut.py", limit)
     assert "code 1" in out
-    assert "rank 1 does not answer: it was stopped, has ended, has no network" in out
+    assert "rank 1 is not responding: it was suspended, has exited, has no network" in out
     assert "code 1" in second
     assert head in second
-    assert "The positions of the other ranks are unknown: The ranks' store has not answered for 10 s." in second
+    assert "The positions of the other ranks are unknown: The ranks' shared store has not responded for 10 s." in second
     assert "rank 1 is waiting in backward for the other ranks' gradients" in second
     cut, ended = (float(re.search(rf"{word} ([\d.]+)", text)[1]) for word, text in (("cut", out), ("ended", second)))
     assert ended - cut < 60  # as long as it takes, it is not until the network is there again

@@ -71,8 +71,8 @@ def test_a_signal_that_is_not_answered(tmp_path, how, number):
     with running(tmp_path, how) as process:
         os.kill(stuck(tmp_path), number)
         errors = end(process, 128 + number)
-    assert f"{number.name}: this process is ending in the middle of its work" in errors
-    assert "not answered for 1 s" in errors
+    assert f"{number.name}: this process is exiting before its work is done" in errors
+    assert "not responded for 1 s" in errors
     assert "unanswered_run.py" in errors or how == "loader"
     assert "legato-signals" not in errors
     assert len(checkpoints(tmp_path)) == 1
@@ -130,7 +130,7 @@ def test_what_comes_before_and_after_the_steps(tmp_path, how):
     with running(tmp_path, how, callbacks=[]) as process:
         os.kill(stuck(tmp_path), signal.SIGTERM)
         errors = end(process, 128 + signal.SIGTERM)
-    assert "not answered for 1 s" in errors
+    assert "not responded for 1 s" in errors
     assert bool(checkpoints(tmp_path)) == (how == "teardown")
 
 
@@ -140,7 +140,7 @@ def test_an_error_is_told_though_the_other_rank_must_be_ended_by_force(tmp_path)
     with running(tmp_path, "setup", **TWO) as process:
         errors = end(process, 1)
     assert "LookupError: the other rank fails" in errors
-    assert "not answered for 1 s" in errors
+    assert "not responded for 1 s" in errors
 
 
 @pytest.mark.slow
@@ -277,4 +277,4 @@ def test_torchrun(tmp_path):
         kill_session(process.pid)
         process.communicate()
     assert process.returncode != 0
-    assert "SIGTERM: this process is ending in the middle of its work" in errors
+    assert "SIGTERM: this process is exiting before its work is done" in errors

@@ -242,7 +242,7 @@ def test_an_answer_for_which_there_is_no_room_is_said_to_be_missing() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY))
         return bytes(100_000)
 
-    with pytest.raises(WorkerError, match=r"its result of 100,.* bytes cannot be written .*Set TMPDIR"):
+    with pytest.raises(WorkerError, match=r"its result \(100,.* bytes\) cannot be written .*Set TMPDIR"):
         run_workers(answer, 1)
 
 

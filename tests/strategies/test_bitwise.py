@@ -348,7 +348,7 @@ def test_settings_that_would_change_the_bits_of_sharded_runs_are_refused(tmp_pat
     patterns = {
         "fused": "fused optimizers round",
         "own": "OwnOptimizer may combine several elements",
-        "axis": "along the axis data, torch chooses the order of sums",
+        "axis": "along the data axis, torch chooses the summation order",
         "seldom": "left parameters unused",
         "seldom block": "left parameters unused",
     }

@@ -170,7 +170,7 @@ REFUSED = {
     "twice": (Ratings, {"recheck_every": 5, "deterministic": True}, "does not support recheck_every"),
     "backward": (OwnBackward, {}, "an overridden backward"),
     "averages": (Ratings, {"callbacks": [ExponentialMovingAverage()]}, "ExponentialMovingAverage needs all weights"),
-    "grouped": (Grouped, {}, "make it from self.parameters"),
+    "grouped": (Grouped, {}, "create it from self.parameters"),
     "nothing": (Nothing, {}, "Nothing has no remote_modules"),
 }
 

@@ -275,12 +275,12 @@ REFUSED = {
     r"its own share of the data, .* the same number of batches": (CNN, SHARD, {"use_distributed_sampler": False}),
     r"CNN has no module of class 'Conv3d'. Did you mean 'Conv2d'": (CNN, mesh(shard=2, shard_blocks=["Conv3d"]), {}),
     r"a Embedding shares a parameter": (Tied, mesh(shard=2, shard_blocks=["Embedding"]), {}),
-    r"tensor=2 needs a plan: add a method tensor_plan": (lambda: Planned({}), TENSOR, {}),
+    r"tensor=2 needs a plan: add a tensor_plan\(\) method": (lambda: Planned({}), TENSOR, {}),
     r"no module matches 'wid'. Did you mean 'wide'": (lambda: Planned({"wid": "column"}), TENSOR, {}),
     r"'columns' is not column .*Did you mean 'column'": (lambda: Planned({"wide": "columns"}), TENSOR, {}),
     r"'row' needs a Linear, but Planned.body.0 is a Conv2d": (lambda: Planned({"body.0": "row"}), TENSOR, {}),
     r"narrow has 3 outputs, which is not a multiple of tensor=2": (lambda: Planned({"narrow": "column"}), TENSOR, {}),
-    r"foreach=True.*are on several meshes": (Foreach, TENSOR, {}),
+    r"foreach=True.*are on multiple meshes": (Foreach, TENSOR, {}),
     r"returned a ZeroRedundancyOptimizer": (OwnZero, "zero1", {}),
 }
 

@@ -339,7 +339,7 @@ BAD = [
     (Chain, 4, {"devices_per_replica": 3}, r"has 4 = 1 x 3 \+ 1. Use 3 or 6 devices"),
     (Chain, 2, {"devices_per_replica": 1}, "expected devices_per_replica >= 2, got 1"),
     (Chain, 2, {"split": [3, 5]}, r"3 \+ 5 = 8 blocks, but the task has 7: net.0, .*net.6"),
-    (Chain, 2, {"split": [3, 2, 2]}, "has 3 numbers, but there are 2 parts"),
+    (Chain, 2, {"split": [3, 2, 2]}, "has 3 numbers for 2 parts"),
     (Chain, 2, {"split": "even"}, "expected 'auto'"),
     (Chain, 2, {"split": [0, 7]}, "expected 'auto'"),
     (Chain, 8, {"devices_per_replica": 8}, "7 blocks .* cannot be split into 8 parts"),

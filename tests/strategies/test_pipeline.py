@@ -438,14 +438,14 @@ REFUSED = [
     (Unsaid, {}, {}, "does not define how to split its model"),
     (Chain, {"micro_batches": 0}, {}, "expected micro_batches to be positive or null, got 0"),
     (Chain, {"split": [3, 5]}, {}, r"3 \+ 5 = 8 blocks, but the task has 7"),
-    (Chain, {"split": [3, 2, 2]}, {}, "has 3 numbers, but there are 2 parts"),
+    (Chain, {"split": [3, 2, 2]}, {}, "has 3 numbers for 2 parts"),
     (Chain, {}, {"reproducible": "off"}, "reproducible=order"),
     (Chain, {}, {"reproducible": "bitwise", "replicas": 2}, "bitwise"),
     (Chain, {"tensor": 2, "pipeline": 1}, {}, "needs a plan"),
-    (Chain, {"data": 2, "pipeline": 1, "micro_batches": 4}, {}, "need a pipeline. Set pipeline"),
+    (Chain, {"data": 2, "pipeline": 1, "micro_batches": 4}, {}, "require a pipeline. Set pipeline"),
     (Chain, {"data": 2}, {}, "= 4, but there are 2"),
     (Chain, {}, {"callbacks": [lg.callbacks.ExponentialMovingAverage()]}, "needs all weights"),
-    (Chain, {"meta_init": True}, {}, "meta_init does not support a pipeline"),
+    (Chain, {"meta_init": True}, {}, "meta_init and pipeline cannot be combined"),
     (with_norm, {}, {"replicas": 2, "sync_batchnorm": True}, "sync_batchnorm"),
 ]
 

@@ -108,7 +108,7 @@ def test_shards_add_up_to_the_layer():
 
 
 def test_random_numbers_between_sharded_layers_are_refused(tmp_path):
-    with pytest.raises(TaskError, match="between a column and its row, for example for attention"):
+    with pytest.raises(TaskError, match="drawn between a column layer and its row layer, as in attention"):
         cut(1, tmp_path, {"dropout": Case(partial(gpt, dropout=0.1), Text())})
 
 

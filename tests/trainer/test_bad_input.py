@@ -221,7 +221,7 @@ def test_a_stream_without_anything(refused):
 
 def test_a_limit_that_leaves_nothing(refused):
     message = refused(DataError, Tiny(), limit_train_batches=0.1)
-    assert "The training data is too short for a step: 5 batches with limit_train_batches=0.1" in message
+    assert "There is too little training data for a step: 5 batches with limit_train_batches=0.1" in message
 
 
 def test_a_limit_of_zero_trains_nothing(trainer):

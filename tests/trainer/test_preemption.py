@@ -410,7 +410,7 @@ def test_a_job_is_requeued_unless_it_was_cancelled(tmp_path, number, state, requ
         os.kill(run.wait_for("step-2-0"), number)
         assert run.end() == RESUME_ME, run.errors
     assert job.requeued == requeued
-    assert ("in the queue again" in run.errors) == requeued
+    assert ("the job has been requeued" in run.errors) == requeued
     assert ("SLURM is ending job 4711" in run.errors) != requeued
     assert checkpoints(tmp_path)
 

@@ -32,7 +32,7 @@ class Quantized(Tiny):
 
 @pytest.mark.slow
 def test_an_empty_part_is_refused_by_the_optimizers_name(tmp_path):
-    expected = "torchao's AdamW8bit computes wrong updates .* strategy=fsdp creates empty shards of model.2.weight"
+    expected = "torchao's AdamW8bit computes wrong updates .* strategy=fsdp creates empty shards for model.2.weight"
     with pytest.raises(ConfigError, match=expected):
         train(Quantized(1), tmp_path, replicas=2, devices=2, strategy="fsdp")
 

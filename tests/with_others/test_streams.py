@@ -114,7 +114,9 @@ def test_a_stream_that_shards_itself_goes_on_on_as_many_processes(tmp_path, fold
     assert min(again) > 0
     assert {step: uninterrupted[step] for step in again} == again
     assert max(again) == max(uninterrupted)
-    with pytest.raises(ConfigError, match=r"own share of the training data .* Start 2 processes, as when the run"):
+    with pytest.raises(
+        ConfigError, match=r"own share of the training data .* Start 2 processes, as many as when the run"
+    ):
         train(tmp_path / "on-1", name, folder, 1, 0)
 
 

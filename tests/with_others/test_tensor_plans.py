@@ -77,7 +77,7 @@ def test_norms_of_heads_that_the_plan_forgets_are_named(trainer):
 def test_adapters_of_another_kind_are_refused_by_name(trainer):
     kinds = IA3Config(target_modules=["q_proj"], feedforward_modules=[]), LoraConfig(**LORA, use_dora=True)
     for adapter in kinds:
-        with pytest.raises(ConfigError, match="q_proj has an adapter that Legato cannot split with its layer"):
+        with pytest.raises(ConfigError, match="q_proj has an adapter that Legato cannot split along with the layer"):
             trained(trainer, Qwen(adapter=adapter), **TENSOR)
 
 

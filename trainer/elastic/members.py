@@ -187,7 +187,7 @@ class ElasticMembership(Membership):
         self.broke_at = step
         if self.breaks > MAX_BREAKS:
             return False
-        log.warning("Connections were lost although no process died (%s). Reconnecting.", error)
+        log.warning("Connections were lost even though no process died (%s). Reconnecting.", error)
         self.store.post("broken", self.member, self.generation.version)
         return self._newer_generation_within(RECOVERY_TIMEOUT)
 

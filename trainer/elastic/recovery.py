@@ -114,7 +114,7 @@ def transfer_state(
     source = max(range(len(states)), key=lambda rank: (states[rank].consistent, states[rank].progress, -rank))
     newest = states[source]
     if not newest.consistent:
-        raise WorkerError("No process with consistent weights is left. Resume from the newest checkpoint.")
+        raise WorkerError("No remaining process has consistent weights. Resume from the newest checkpoint.")
     # rewind to the step to be repeated, before this state is compared with others or sent to them
     snapshot.rewind(newest.progress[0], validating)
     metrics.rewind(newest.progress[0])

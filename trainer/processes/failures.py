@@ -66,5 +66,5 @@ def end_process(error: BaseException, tell: bool = True) -> NoReturn:
 
 def end_by_force(number: int, reason: str) -> NoReturn:
     """Kill this process and its children because this process did not respond to signal `number`."""
-    event = f"was ended by {signal.Signals(number).name} in the middle of its work, because {reason}"
+    event = f"was ended by {signal.Signals(number).name} before its work was done, because {reason}"
     leave(128 + number, Failure(event, signal=number, is_forced=True))

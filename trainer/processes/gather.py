@@ -61,7 +61,7 @@ def _ranks_of(strategy: Any, group: Any) -> Ranks:
     if size < 1:
         raise TaskError(
             f"all_gather(group=...) was called on rank {strategy.place.rank}, which is not in that group. Call it only "
-            f"on the ranks that you passed to torch.distributed.new_group."
+            f"on the ranks you passed to torch.distributed.new_group."
         )
     return Ranks(dist.get_rank(group), size, group)
 
@@ -74,13 +74,13 @@ def _refuse_in_step(run: Any, size: int, sync_grads: bool) -> None:
     replicas, processes = run.state.replicas, counted(strategy.data_ranks.size, "process")
     if doing == "train" and strategy.cuts_batches:
         raise TaskError(
-            f"training_step calls all_gather {option}on a part of its batch, because strategy={strategy.name} splits "
+            f"training_step calls all_gather {option}on part of its batch, because strategy={strategy.name} splits "
             f"batches. Use strategy=ddp, which gives each process complete batches."
         )
     if doing == "train" and (run.local_replicas > 1 or run.members_change):
         raise TaskError(
             f"training_step calls all_gather {option}over {replicas} replicas, which take turns on {processes}"
-            f"{' that may die' if run.members_change else ''}. Results of later replicas do not exist yet. Start "
+            f"{' that may die' if run.members_change else ''}. The results of later replicas do not exist yet. Start "
             f"{replicas} processes (strategy=ddp, not elastic), or set trainer.replicas to the number of processes."
         )
     if size > 1 and not _all_take_part(run):
@@ -117,7 +117,7 @@ def _gather_shapes(tensors: list[Tensor], with_gradient: list[bool], ranks: Rank
         first, second = (f"[{', '.join(by_rank[rank][0])}]" for rank in (0, differing))
         raise DisagreementError(
             f"all_gather received {first} on rank 0, but {second} on rank {differing}. All ranks must pass the same "
-            f"tensors, with equal dtypes and device types. Only the first dimension may differ. With sync_grads=True, "
+            f"tensors, with the same dtypes and device types. Only dimension 0 may differ. With sync_grads=True, "
             f"all or none must require a gradient. Concatenate each rank's tensors first: torch.cat(outputs)."
         )
     return [shapes for _, shapes in by_rank]

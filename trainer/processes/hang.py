@@ -114,7 +114,7 @@ class Board:
             threading.Thread(target=call, name="legato-store", daemon=True).start()
             with suppress(TimeoutError):
                 return answer.result(STORE_SECONDS)
-        raise DistNetworkError(f"The ranks' store has not answered for {STORE_SECONDS:g} s.")
+        raise DistNetworkError(f"The ranks' shared store has not responded for {STORE_SECONDS:g} s.")
 
 
 def _await(read: Callable[[], T]) -> T:
@@ -287,7 +287,7 @@ class Watchdog:
             raise DisagreementError(
                 f"on_train_batch_start returned -1 on rank {self.place.rank} at step "
                 f"{self.trainer.state.global_step + 1} (batch_idx {batch_idx}), but {name_ranks(staying)} continued: "
-                f"{waiting}. All ranks must leave an epoch together. Use a condition that is equal on all ranks."
+                f"{waiting}. All ranks must leave an epoch together. Use a condition that is the same on all ranks."
             )
 
     def require_same_end(self, length: str) -> None:
@@ -437,7 +437,7 @@ class Watchdog:
         """Return a message with each rank's position, the ranks that block the others, and the paths of the stacks."""
         ranks_by_text: dict[str, list[int]] = {}
         for rank, position in positions.items():
-            text = "does not answer: it was stopped, has ended, has no network, or holds the interpreter lock"
+            text = "is not responding: it was suspended, has exited, has no network, or is holding the interpreter lock"
             if position is not None:
                 seconds = f" for {position['seconds']:.0f} s" if position["seconds"] else ""
                 text = position["where"] + (f"{seconds}, at {position['at']}" if position["at"] else "")
@@ -494,7 +494,7 @@ def first_failure(error: BaseException, board: Board) -> BaseException:
             board.write("first failure", _sentence(error))
         board.write("knows", True)
     except RuntimeError:
-        cause = f"and rank 0, which serves the ranks' store, has ended without an error message: {KILLED}"
+        cause = f"and rank 0, which serves the ranks' shared store, has exited without an error message: {KILLED}"
     if not is_communication(error):
         return error
     for first, text in failures.items():  # of at most one rank

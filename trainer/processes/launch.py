@@ -176,13 +176,13 @@ class Worker:
             return end
         if self.unanswered:
             name = signal.Signals(self.unanswered).name
-            event = f"did not answer {name}, held Python's global lock, and was killed; its stack is above"
+            event = f"did not respond to {name}, was holding Python's global lock, and was killed; its stack is above"
             return Failure(event, signal=self.unanswered, is_forced=True)
         if self.process.exitcode == 255:
             # multiprocessing reports 255 if the fork server, which waits for the worker, has died first
             with suppress(OSError):
                 os.kill(self.process.pid, 0)
-                return Failure("lost its fork server, which another process has killed: rerun the command")
+                return Failure("lost its fork server, which another process killed: rerun the command")
         return Failure.of_exit(self.process.exitcode)
 
 
@@ -452,7 +452,7 @@ def _answer(report: Path, value: bytes) -> None:
         write_atomically(report, pack(0), value)
     except OSError as error:
         raise WorkerError(
-            f"The work is done, but its result of {len(value):,} bytes cannot be written to {report.parent}, where "
+            f"The work is done, but its result ({len(value):,} bytes) cannot be written to {report.parent}, where "
             f"the caller reads it: {error.strerror or error}. The run's checkpoints are complete. Set TMPDIR to "
             f"a folder with enough space."
         ) from error
@@ -541,7 +541,7 @@ def find_node(nodes: int) -> tuple[int, str, int]:
     if node_rank is None or not host or not port:
         raise ConfigError(
             f"With num_nodes={nodes}, each node needs NODE_RANK (0 to {nodes - 1}), MASTER_ADDR (the address of node 0)"
-            " and MASTER_PORT (a free port on node 0) in its environment. Or start the processes with torchrun or srun."
+            " and MASTER_PORT (a free port on node 0) in its environment. You can also use torchrun or srun."
         )
     if node_rank >= nodes:
         raise ConfigError(f"NODE_RANK={node_rank} must be less than num_nodes={nodes}.")

@@ -168,7 +168,7 @@ def require_backend(device: torch.device, wanted: str | None) -> None:
     if dist.get_backend() != "mpi" and (backend is None or wanted not in (None, backend)):
         described = ", ".join(f"{backend} for {kind}" for kind, backend in backends.items())
         raise ConfigError(
-            f"The existing process group uses {described}, but this run is on {device.type}"
+            f"The existing process group uses {described}, but this run uses {device.type}"
             f"{f' with process_group_backend={wanted!r}' if wanted else ''}. Call init_process_group() without a "
             f"backend, or set trainer.accelerator and process_group_backend to match the group."
         )
@@ -196,8 +196,8 @@ class Timeouts:
         for phase, seconds in limits.items():
             if phase not in PHASES:
                 raise ConfigError(
-                    f"timeout has no phase {phase!r}: expected seconds or a mapping of {', '.join(PHASES)} to seconds."
-                    f"{did_you_mean(str(phase), PHASES)}"
+                    f"timeout has no phase {phase!r}: expected seconds, or a mapping from {', '.join(PHASES)} to "
+                    f"seconds.{did_you_mean(str(phase), PHASES)}"
                 )
             # `not >` also rejects NaN
             if not isinstance(seconds, (int, float)) or isinstance(seconds, bool) or not seconds > 0:

@@ -169,7 +169,7 @@ def _end_with_others(store: "Store", connected: threading.Event, rank: int, worl
             store.add("know", 1)
             failure = WorkerError(json.loads(store.get("failed"))[1])
         except RuntimeError:
-            failure = _unconnected(rank, world_size, "the store where the ranks met is gone")
+            failure = _unconnected(rank, world_size, "the rendezvous store is no longer available")
         if not connected.is_set():
             end_process(failure)
 
@@ -177,8 +177,8 @@ def _end_with_others(store: "Store", connected: threading.Event, rank: int, worl
 def _unconnected(rank: int, world_size: int, reason: str) -> WorkerError:
     return WorkerError(
         f"Rank {rank} of {world_size} cannot connect to the others ({' '.join(reason.split())}). Ranks connect through "
-        f"the interface in GLOO_SOCKET_IFNAME or, by default, that of the machine's host name. On each machine, set "
-        f"GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface that leads to the others, and check the firewall.",
+        f"the interface named in GLOO_SOCKET_IFNAME or, by default, that of the machine's host name. On each machine, "
+        f"set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to an interface that reaches the others. Check the firewall.",
         rank,
     )
 
@@ -198,7 +198,7 @@ def _open_store(address: Rendezvous, rank: int, world_size: int, timeout: timede
             if time.monotonic() > deadline:
                 raise ConfigError(
                     f"Rank {rank} of {world_size} found no store at {address} within {timeout.total_seconds():g} s "
-                    f"({error}). Rank 0 must run there, and the address must be the same on all ranks."
+                    f"({error}). Rank 0 must be running there, and the address must be the same on all ranks."
                 ) from error
             time.sleep(0.05)
 
@@ -246,7 +246,7 @@ def _await_all_ranks(store: "Store", rank: int, world_size: int, address: Rendez
         if store.add(f"rank {rank}", 1) > 1:
             raise ConfigError(
                 f"Rank {rank} of {world_size} has already joined at {address}. Another run may be using this address, "
-                f"or two processes have the same RANK."
+                f"or two processes may have the same RANK."
             )
         arrived = store.add("arrived", 1)
         while arrived < world_size and not failure:
@@ -345,7 +345,7 @@ def _find_rendezvous(place: Place, init_method: str | None) -> Rendezvous:
         address = re.fullmatch(r"tcp://(?:\[(.+)\]|([^:/?\[\]]+)):([1-9]\d{0,4})", str(init_method))
         if address is None or int(address[3]) > 65535:
             raise ConfigError(
-                f"init_method must be 'env://' or 'tcp://HOST:PORT', got {init_method!r}. Rank and "
+                f"init_method must be 'env://' or 'tcp://HOST:PORT', got {init_method!r}. The rank and "
                 "world size come from the launcher, or from RANK and WORLD_SIZE."
             )
         host = address[1] or address[2]
@@ -372,7 +372,7 @@ def _rendezvous_address(place: Place) -> tuple[str, int]:
         port = port or (15000 + zlib.crc32(job.encode()) % 16000 if job else 29500)
     if not host or not port or port > 65535:
         raise ConfigError(
-            "The rendezvous env:// needs MASTER_ADDR and MASTER_PORT, "
+            "The env:// rendezvous requires MASTER_ADDR and MASTER_PORT, "
             f"got MASTER_ADDR={host!r} and MASTER_PORT={port or ''!r}. Set both to the same values on all ranks "
             "(127.0.0.1 and a free port on a single machine), or set init_method to tcp://HOST:PORT."
         )

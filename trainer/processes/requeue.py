@@ -39,7 +39,7 @@ def requeue_job(number: int) -> None:
     if problem:
         log.warning("scontrol requeue %s failed: %s. Resubmit the job manually.", job, problem)
     else:
-        log.warning("scontrol requeue %s: the job is in the queue again.", job)
+        log.warning("scontrol requeue %s: the job has been requeued.", job)
 
 
 def requeue_early(number: int, wanted: bool) -> None:

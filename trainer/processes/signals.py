@@ -70,7 +70,7 @@ def exit_at_once(number: int) -> None:
     """Exit without cleanup. Used if there is nothing to save and exceptions may be swallowed, as during imports."""
     if number != signal.SIGINT:
         name = signal.Signals(number).name
-        os.write(2, f"{name}: no training had started. Exit code {RESUME_ME} asks for a restart.\n".encode())
+        os.write(2, f"{name}: no training had started. Exit code {RESUME_ME} requests a restart.\n".encode())
     # not sys.exit: code that imports a module may treat SystemExit as a missing module
     os._exit(INTERRUPTED if number == signal.SIGINT else RESUME_ME)
 
@@ -213,10 +213,10 @@ class SignalWatch:
 
     def _end(self, number: int) -> None:
         name = signal.Signals(number).name
-        late = f"it has not answered for {self._seconds_to_answer():g} s"
+        late = f"it has not responded for {self._seconds_to_answer():g} s"
         reason = "Ctrl-C was pressed again" if number == signal.SIGINT else late
         message = (
-            f"{name}: this process is ending in the middle of its work, because {reason}. Exit code {128 + number}. "
+            f"{name}: this process is exiting before its work is done, because {reason}. Exit code {128 + number}. "
             f"The run's checkpoints are complete: resume=auto continues the run. Stacks of all threads:\n"
         )
         with suppress(OSError):

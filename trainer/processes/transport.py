@@ -55,8 +55,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return _named_class, (obj.__module__, obj.__qualname__)
         if _needs_its_process(obj):
             raise ConfigError(
-                f"A MosaicML {type(obj).__name__} was created before the worker processes, but its shared memory "
-                "belongs to the process that creates it. Create it in train_dataloader() or setup(), which each "
+                f"A MosaicML {type(obj).__name__} was created before the worker processes started, but its shared "
+                "memory belongs to the process that created it. Create it in train_dataloader() or setup(), which each "
                 "process calls, or start the script with torchrun."
             )
         if isinstance(obj, ModuleType) and type(obj) is not ModuleType and sys.modules.get(obj.__name__) is obj:

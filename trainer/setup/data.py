@@ -118,9 +118,9 @@ def require_same_lengths(call: Call) -> None:
         if here != ranks[0]:
             pairs = "; ".join(f"{name}: {ranks[0].get(name)} and {here.get(name)}" for name in {**ranks[0], **here})
             raise DataError(
-                f"Rank 0 and rank {rank} have data of different lengths (samples, or batches of a custom sampler): "
-                f"{pairs}. Give each rank all of the data, which Legato then distributes. If each rank reads its own "
-                f"share, set trainer.use_distributed_sampler=false."
+                f"Rank 0 and rank {rank} have data of different lengths (in samples, or in batches with a custom "
+                f"sampler): {pairs}. Give each rank all of the data, so that Legato can distribute it. If each rank "
+                f"reads its own share, set trainer.use_distributed_sampler=false."
             )
 
 
@@ -166,7 +166,7 @@ def make_training_data(call: Call, begun: Mapping[str, Any] | None = None) -> No
         log.debug("Training data: %s, %s batches per replica", type(loader).__name__, data.rounds)
     if data.rounds == 0 and limit:
         raise DataError(
-            f"The training data is too short for a step: {len(loader)} batches with limit_train_batches={limit} and "
+            f"There is too little training data for a step: {len(loader)} batches with limit_train_batches={limit} and "
             f"{call.state.replicas} replicas. With drop_last, every replica needs a full batch."
         )
 
@@ -192,7 +192,7 @@ def samples_left_out(wanted: list[int] | None, loader: Any) -> frozenset[int]:
         return frozenset()
     if not is_dealable(loader):
         raise ConfigError(
-            f"trainer.leave_out_samples lists indices of one training dataset, but {type(loader).__name__} is a "
+            f"trainer.leave_out_samples contains indices into one training dataset, but {type(loader).__name__} is a "
             f"stream or several loaders. Exclude these samples in the dataset itself."
         )
     length = length_of(loader.dataset)
@@ -232,7 +232,7 @@ def make_evaluation_data(call: Call, stage: str) -> None:
     for length, count in zip(data.lengths, data.counts, strict=True):
         if length and limit and count == 0:
             raise ConfigError(
-                f"{limit_name}={limit} of {length} batches is less than one batch. Set 0 or at least {1 / length:.2g}."
+                f"{limit_name}={limit} of {length} batches is less than one batch. Use 0 or at least {1 / length:.2g}."
             )
     trainer.lengths[stage] = data.rounds()
     # without a batch there is no evaluation, and its hooks are not called
@@ -296,14 +296,14 @@ def require_shares_fit(call: Call, origin: str) -> None:
     if call.strategy.lockstep:
         raise ConfigError(LOCKSTEP)
     remedy = (
-        f"Start {replicas} processes, as when the run started"
+        f"Start {replicas} processes, as many as when the run started"
         if call.source is not None
         else f"Set trainer.replicas={processes}"
     )
     # a share belongs to its process: with a different number of processes, a step has different samples
     reasons = {
-        "An elastic run cannot give a share to other processes when its process leaves": call.members_change,
-        "A share has no indices for trainer.leave_out_samples": call.trainer.leave_out_samples,
+        "An elastic run cannot give a process's share to the others when that process leaves": call.members_change,
+        "A share has no sample indices for trainer.leave_out_samples": call.trainer.leave_out_samples,
         "Under reproducible='bitwise', results must not depend on the number of processes": call.bitwise,
         f"A share serves one replica, but there are {replicas} replicas on {processes} processes. {remedy}": replicas
         != processes,

@@ -64,8 +64,8 @@ def find_start(call: Call, request: Request) -> tuple[Start, dict[str, Any] | No
         start = ranks.from_first(lambda: find_source(trainer, request, damaged))
         if start.config_from is not None and request.source == "auto":
             raise ConfigError(
-                f"resume=auto uses the config of {start.config_from} on rank 0, but rank {strategy.place.rank} cannot "
-                f"find that run. Share the folder of runs between nodes, or copy that run's config to each node."
+                f"resume=auto uses the config from {start.config_from} on rank 0, but rank {strategy.place.rank} "
+                f"cannot find that run. Share the runs folder between nodes, or copy that run's config to each node."
             )
         if start.source is None:
             break

@@ -120,5 +120,5 @@ def make_optimizers(call: Call, saved: dict[str, Any] | None) -> Optimization:
             f"accumulate_grad_batches={trainer.accumulate_grad_batches}."
         )
     if not task.automatic_optimization and trainer.gradient_clip_val is not None and trainer.is_global_zero:
-        log.info("Manual optimization: gradient_clip_val has no effect unless you call clip_gradients(optimizer).")
+        log.info("With manual optimization, gradient_clip_val has no effect unless you call clip_gradients(optimizer).")
     return optimization

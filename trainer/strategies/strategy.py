@@ -178,13 +178,13 @@ class Strategy:
             return
         processes = self.data_ranks.size
         if trainer.reproducible == "bitwise":
-            reason, remedy = "reproducible=bitwise sums in another order", "Set reproducible=order"
+            reason, remedy = "reproducible=bitwise uses a different summation order", "Set reproducible=order"
         elif processes != replicas:
             reason = f"this run has {replicas} replicas on {counted(processes, 'process')}"
             remedy = f"Start {replicas} processes under strategy=ddp, or start a new run with replicas={processes}"
         else:
-            reason = f"strategy={self.name} cannot do this"
-            remedy = "Use ddp, zero1 or ddp_model_parallel, not elastic"
+            reason = f"strategy={self.name} does not support this"
+            remedy = "Use ddp, zero1 or ddp_model_parallel, without elastic=true"
         raise ConfigError(
             f"sync_batchnorm=true computes statistics over the batches of all replicas at once, so each replica needs "
             f"a process for the whole run; {reason}. {remedy}, or leave sync_batchnorm out."
@@ -400,9 +400,9 @@ def refuse_empty(task: "Task") -> None:
     for name, parameter in task.named_parameters():
         if parameter.is_meta:
             raise TaskError(
-                f"Parameter {name} of {type(task).__name__} has no values: it is on the meta device, because of "
-                f"torch.device('meta') or a run with whole_at_end=false. Create a new task and load a checkpoint, "
-                f"or build the module in configure_model, and use strategy=fsdp with meta_init=true."
+                f"Parameter {name} of {type(task).__name__} has no values: it is on the meta device, either because of "
+                f"torch.device('meta') or because of a run with whole_at_end=false. Create a new task and load a "
+                f"checkpoint, or build the module in configure_model and use strategy=fsdp with meta_init=true."
             )
 
 

@@ -246,9 +246,9 @@ class Bucket:
         if any(parameter.grad is not None for parameter in self.parameters):
             shapes = [tuple(parameter.shape) for parameter in self.parameters if parameter.grad is not None]
             raise TaskError(
-                f"reproducible=bitwise: the backward pass computed gradients of parameters of shape {shapes[:4]} "
-                f"again after the first gradients had been sent. Reentrant checkpointing of shared weights "
-                f"causes this. Call torch.utils.checkpoint with use_reentrant=False."
+                f"reproducible=bitwise: the backward pass recomputed gradients for parameters of shape {shapes[:4]} "
+                f"after the first ones had been sent. Reentrant checkpointing of shared weights causes this. "
+                f"Call torch.utils.checkpoint with use_reentrant=False."
             )
 
     def _flat(self, gradients: Iterable[Tensor | None]) -> list[Tensor]:

@@ -42,7 +42,7 @@ class Zero1Strategy(DDPStrategy):
         self.state_dicts: Zero1StateDicts = Zero1StateDicts()
 
     def _require_elastic(self) -> None:
-        raise ConfigError("strategy=zero1 does not support elastic=true: the shard of a dead process is lost. Use ddp.")
+        raise ConfigError("strategy=zero1 does not support elastic=true: a dead process's shard is lost. Use ddp.")
 
     def prepare(self, task: "Task", optimizers: Sequence[Optimizer]) -> list[Optimizer]:
         """Prepare the task. The returned optimizers update this process's shard and fetch the other weights."""
@@ -57,7 +57,7 @@ class Zero1Strategy(DDPStrategy):
         """
         if isinstance(optimizer, ZeroRedundancyOptimizer):
             raise ConfigError(
-                "configure_optimizers returned a ZeroRedundancyOptimizer, but strategy=zero1 creates it from a plain "
+                "configure_optimizers returned a ZeroRedundancyOptimizer, but strategy=zero1 creates one from a plain "
                 "optimizer. Return the plain optimizer, or use strategy=ddp."
             )
         if needs_closure(optimizer):
@@ -73,7 +73,7 @@ class Zero1Strategy(DDPStrategy):
             )
         if has_modes(optimizer):
             raise ConfigError(
-                f"{type(optimizer).__name__} swaps all weights during an evaluation, but under zero1 each process has "
+                f"{type(optimizer).__name__} swaps all weights during evaluation, but under zero1 each process has "
                 f"only a shard of the optimizer's state. Use strategy=ddp or fsdp."
             )
         # torch needs a class and its arguments; `optimizer.defaults` has keys that AdamW rejects as arguments

@@ -214,7 +214,7 @@ def test_a_warning_requeues_a_job_in_its_start_up(job):
     until(lambda: submitted.says("set up"))
     said("scancel", "--signal=USR1", submitted.number)
     until(lambda: submitted.restarts == 1)
-    assert submitted.says("the job is in the queue again")
+    assert submitted.says("the job has been requeued")
 
 
 def test_a_warning_requeues_a_job_that_has_saved(job):

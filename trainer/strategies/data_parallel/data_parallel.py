@@ -58,12 +58,12 @@ class DataParallelStrategy(Strategy):
         if not task.automatic_optimization:
             raise ConfigError(
                 f"{where} cannot run a task with automatic_optimization=False, because training_step would update "
-                f"copies of the weights, which are dropped after each batch. Use strategy=ddp or devices=1."
+                f"copies of the weights, which are discarded after each batch. Use strategy=ddp or devices=1."
             )
         if task.trainer.compile or any(map(is_compiled, task.modules())):
             raise ConfigError(
-                f"{where} cannot run compiled steps, because they use the weights on one device instead of the copies. "
-                f"Use strategy=ddp or compile=false."
+                f"{where} cannot run compiled steps, because they use the weights on one device instead of each "
+                f"device's copy. Use strategy=ddp or compile=false."
             )
         if task.trainer.reproducible == "bitwise":
             raise ConfigError(

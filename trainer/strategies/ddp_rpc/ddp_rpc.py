@@ -97,8 +97,8 @@ class DDPRPCStrategy(DDPStrategy):
         trainers = place.world_size - self.servers
         if place.origin == "script":
             raise ConfigError(
-                "strategy=ddp_rpc creates separate process groups for trainers and servers. Do not initialize a "
-                "process group in your script, or set trainer.cluster=off."
+                "strategy=ddp_rpc creates separate process groups for trainers and servers. Either remove the "
+                "process group initialization from your script, or set trainer.cluster=off."
             )
         if place.nodes > 1:
             raise ConfigError(f"strategy=ddp_rpc runs on one node only, got {place.nodes} nodes. Set num_nodes=1.")
@@ -143,7 +143,7 @@ class DDPRPCStrategy(DDPStrategy):
         trainers = self._trainers(place)
         super().join(replace(place, world_size=trainers, local_world_size=trainers), devices, precision)
         if self.meeting:
-            self.meeting += f"; in addition {self.servers} with remote modules"
+            self.meeting += f"; plus {self.servers} with remote modules"
 
     # --- the task ---------------------------------------------------------------------------------------------------
     def build_model(self, task: "Task") -> None:
@@ -188,19 +188,19 @@ class DDPRPCStrategy(DDPStrategy):
         trainer, groups = task.trainer, optimizers[0].param_groups
         parameters = [id(parameter) for parameter in task.parameters()]
         reasons = {
-            "manual optimization, because servers have some of the gradients": not task.automatic_optimization,
+            "manual optimization, because the servers hold some of the gradients": not task.automatic_optimization,
             "reproducible=bitwise, because sums depend on the number of trainers": trainer.reproducible == "bitwise",
             f"precision={trainer.precision}": trainer.precision not in (32, "32", "32-true", "bf16-mixed"),
-            "nan=skip, because this checks all gradients, but no process has all of them": trainer.nan == "skip",
+            "nan=skip, which checks all gradients, because no process has all of them": trainer.nan == "skip",
             "sync_batchnorm=true, whose sums distributed autograd does not reduce": trainer.sync_batchnorm,
             "recheck_every, because servers would add the gradients of the second pass": bool(trainer.recheck_every),
             "compile, because remote calls are recorded at run time": bool(trainer.compile),
-            "an overridden backward, because it runs its own": type(task).backward is not Task.backward,
+            "an overridden backward, because the strategy runs its own": type(task).backward is not Task.backward,
             "gradient_clip_algorithm=norm, because no process has all gradients; clip by value": (
                 trainer.gradient_clip_val is not None and trainer.gradient_clip_algorithm != "value"
             ),
             f"{len(optimizers)} optimizers, because servers have only one": len(optimizers) > 1,
-            "an optimizer with several groups or without some parameters, because servers copy its options; make it "
+            "an optimizer with several groups or without some parameters, because servers copy its options; create it "
             "from self.parameters()": len(groups) > 1 or [id(weight) for weight in groups[0]["params"]] != parameters,
         }
         for reason, holds in reasons.items():
@@ -215,7 +215,7 @@ class DDPRPCStrategy(DDPStrategy):
         if weight_of(output) is not None:
             raise TaskError(
                 "training_step returned a 'weight' with its loss, but strategy=ddp_rpc sends gradients to its servers "
-                "before it has the weights of all batches. Return the loss alone, or use strategy=ddp."
+                "before it knows the weights of all batches. Return the loss alone, or use strategy=ddp."
             )
         return output
 

@@ -238,8 +238,8 @@ def disable_foreach(optimizers: Iterable[Optimizer], always: bool = False) -> No
         chosen = [option for option in ("foreach", "fused") if group.get(option)]
         if apart and chosen:
             raise ConfigError(
-                f"{chosen[0]}=True needs parameters on a single mesh, but under tensor parallelism, an optimizer's "
-                f"parameters are on several meshes. Leave {chosen[0]} out."
+                f"{chosen[0]}=True requires all parameters to be on a single mesh, but under tensor parallelism, an "
+                f"optimizer's parameters are on multiple meshes. Leave {chosen[0]} out."
             )
         if apart and "foreach" in group:
             group["foreach"] = False

@@ -79,7 +79,7 @@ def refuse_optimizers(name: str, task: "Task", optimizers: Sequence[Optimizer], 
     if compiled and empty:
         raise ConfigError(
             f"torchao's {type(compiled[0]).__name__} computes wrong updates if a process has an empty shard, "
-            f"and strategy={name} creates empty shards of {first_names(empty)}. Use torch.optim, or strategy=ddp."
+            f"and strategy={name} creates empty shards for {first_names(empty)}. Use torch.optim, or strategy=ddp."
         )
 
 
@@ -186,8 +186,8 @@ class MeshStrategy(GroupStrategy):
             return
         if not serves_host():
             raise ConfigError(
-                f"strategy={self.name} also communicates tensors on the host, which your process group does not "
-                f"support. Call init_process_group() without a backend."
+                f"strategy={self.name} also communicates CPU tensors, which your process group does not support. "
+                f"Call init_process_group() without a backend."
             )
         if self.mesh is None or self.group is not dist.group.WORLD:  # one mesh serves all calls of a trainer
             self.mesh, self.group = make_mesh(self.sizes, self.device.type), dist.group.WORLD
@@ -286,7 +286,7 @@ class MeshStrategy(GroupStrategy):
                 weights = ((name, type(weight).__name__) for name, weight in task.named_parameters())
                 kinds = [f"{name} ({kind})" for name, kind in weights if kind not in ("Parameter", "DTensor")]
                 raise ConfigError(
-                    f"strategy={self.name} shards each weight, but the classes of these weights do not support this: "
+                    f"strategy={self.name} shards each weight, but these weights' classes do not support sharding: "
                     f"{first_names(kinds)}. Use strategy=ddp or zero1, which do not shard weights. torch: {error}"
                 ) from error
             # for hooks that call the task directly, bypassing MeshSteps (sanity images, generation)
@@ -320,8 +320,8 @@ class MeshStrategy(GroupStrategy):
         fused = any(group.get("fused") for optimizer in optimizers for group in optimizer.param_groups)
         axes = [axis for axis in ("data", "pipeline") if getattr(self.sizes, axis) > 1]
         reasons = {
-            f"along the axis {' and '.join(axes)}, torch chooses the order of sums": axes,
-            f"without tensor_shards (such as tensor_shards={self.sizes.tensor}), sums depend on the size of tensor": (
+            f"along {' and '.join(f'the {axis} axis' for axis in axes)}, torch chooses the summation order": axes,
+            f"without tensor_shards (such as tensor_shards={self.sizes.tensor}), sums depend on the tensor size": (
                 self.sizes.tensor > 1 and self.tensor_shards is None
             ),
             "cpu_offload updates weights on the host, but a single process updates them on its device": (

@@ -96,8 +96,8 @@ def find_sharded_blocks(task: nn.Module, blocks: Blocks) -> list[nn.Module]:
         for module in named:
             if shares_tensors(module, uses):
                 raise ConfigError(
-                    f"shard_blocks: a {type(module).__name__} shares a parameter with a module outside of it, so it "
-                    f"cannot be a block. Remove its class. The outermost block then gathers its parameters."
+                    f"shard_blocks: a {type(module).__name__} shares a parameter with a module outside it, and cannot "
+                    f"be a block. Remove its class from shard_blocks. The outermost block then gathers its parameters."
                 )
         return named[::-1]
     chosen: list[nn.Module] = []

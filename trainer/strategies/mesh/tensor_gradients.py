@@ -102,7 +102,7 @@ def refuse_partial(names: list[str]) -> None:
         entries = ", ".join(f'"{pattern}": "{REPLICATED}"' for pattern in patterns)
         raise TaskError(
             f"The gradients of {first_names(names)} differ between the processes along the tensor axis, because each "
-            f"process has a shard of a layer. Add entries to tensor_plan that sum these gradients: {{{entries}}}."
+            f"process has a shard of a layer. To sum these gradients, add to tensor_plan: {{{entries}}}."
         )
 
 
@@ -111,5 +111,5 @@ def refuse_doubled(names: list[str]) -> None:
     if names:
         raise TaskError(
             f'tensor_plan marks {first_names(names)} as "{REPLICATED}", but the gradients are already equal on all '
-            f"processes along the tensor axis. Summing them would multiply them. Leave these modules out of the plan."
+            f"processes along the tensor axis, so their sum would be too large. Leave these modules out of the plan."
         )

@@ -69,9 +69,9 @@ def plan_of(task: "Task") -> dict[str, str]:
                 continue
             if word not in HUB_WORDS:
                 raise ConfigError(
-                    f"The tensor-parallel plan of {type(modules[model]).__name__} uses style {word!r} for {names}, but "
-                    f"Legato supports only {', '.join(HUB_WORDS)}. Define tensor_plan() in {type(task).__name__} with "
-                    f"other layers, or use shard instead of tensor."
+                    f"The tensor-parallel plan of {type(modules[model]).__name__} uses the {word!r} style for {names}, "
+                    f"but Legato supports only {', '.join(HUB_WORDS)}. Define a tensor_plan() without these layers in "
+                    f"{type(task).__name__}, or use shard instead of tensor."
                 )
             if HUB_WORDS[word] != WHOLE:
                 plan[names] = HUB_WORDS[word]
@@ -121,7 +121,7 @@ def read_plan(task: nn.Module, plan: Mapping[str, str] | None, parts: int) -> di
     kind = type(task).__name__
     if not plan:
         raise ConfigError(
-            f"tensor={parts} needs a plan: add a method tensor_plan() to {kind} that maps name patterns to "
+            f"tensor={parts} needs a plan: add a tensor_plan() method to {kind} that maps name patterns to "
             f'"column" or "row", as in {{"blocks.*.up": "column", "blocks.*.down": "row"}}.'
         )
     modules = {name: module for name, module in task.named_modules() if name}
@@ -161,7 +161,7 @@ def with_adapters(name: str, modules: Mapping[str, nn.Module], word: str) -> lis
     unknown = [parameter for parameter in names if not parameter.startswith(prefixes)]
     if unknown or getattr(modules[name], "lora_variant", None):
         raise ConfigError(
-            f"tensor_plan: {name} has an adapter that Legato cannot split with its layer"
+            f"tensor_plan: {name} has an adapter that Legato cannot split along with the layer"
             f"{f' ({unknown[0]})' if unknown else ''}. Only plain LoRA is supported. Leave the layer out of the plan, "
             f"or merge the adapter into the layer."
         )
@@ -181,13 +181,13 @@ def require_cuttable(name: str, module: nn.Module, word: str, parts: int, head: 
     size: Any = getattr(module, {"outputs": "out_features", "inputs": "in_features"}.get(kind, "num_embeddings"))
     if size % parts:  # torch allows uneven shards, but heads and gates in a layer have equal sizes
         raise ConfigError(
-            f"tensor_plan: {name} has {size} {kind}, which is not a multiple of tensor={parts}. Change this number, or "
+            f"tensor_plan: {name} has {size} {kind}, which is not a multiple of tensor={parts}. Change the number, or "
             f"use fewer processes along the tensor axis."
         )
     if isinstance(head, int) and (size // parts) % head:
         raise ConfigError(
-            f"tensor_plan: {name} has {size} {kind} in heads of width {head}, so tensor={parts} splits a head. Use "
-            f"fewer processes along the tensor axis, or leave the attention out of the plan."
+            f"tensor_plan: {name} has {size} {kind} in heads of width {head}, so tensor={parts} would split a head. "
+            f"Use fewer processes along the tensor axis, or leave the attention layers out of the plan."
         )
 
 

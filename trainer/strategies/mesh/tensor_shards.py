@@ -95,8 +95,8 @@ class TensorShards:
         before, self.generators = self.generators, None
         if before is not None and not torch.equal(before, generators()):
             raise TaskError(
-                "tensor_shards: the task draws random numbers between a column and its row, for example for attention "
-                "dropout. These numbers depend on the number of processes. Set dropout to 0, or apply it after the row."
+                "tensor_shards: random numbers drawn between a column layer and its row layer, as in attention "
+                "dropout, depend on the number of processes. Set dropout to 0, or apply it after the row layer."
             )
         pairs = zip(self._cut(inputs, -1), self._cut(layer.weight, 1), strict=True)
         apply: Any = Sum.apply

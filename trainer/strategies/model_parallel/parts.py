@@ -119,7 +119,7 @@ def refuse_idle(stages: Sequence[Sequence[PartBlock]]) -> None:
     for place, stage in enumerate(stages):
         if not any(parameter.requires_grad for block in stage for parameter in block.module.parameters()):
             names = ", ".join(block.name for block in stage)
-            raise ConfigError(f"Stage {place} of the pipeline ({names}) has no trainable parameters. Change split.")
+            raise ConfigError(f"Stage {place} of the pipeline ({names}) has no trainable parameters. Adjust the split.")
 
 
 def check_counts(split: Any, parts: int) -> None:
@@ -130,7 +130,7 @@ def check_counts(split: Any, parts: int) -> None:
     if not counts or any(not isinstance(count, int) or isinstance(count, bool) or count < 1 for count in counts):
         raise ConfigError(f"split={split!r}: expected 'auto', or the number of blocks in each part, as in [3, 5].")
     if len(counts) != parts:
-        raise ConfigError(f"split={counts} has {len(counts)} numbers, but there are {parts} parts. Use one per part.")
+        raise ConfigError(f"split={counts} has {len(counts)} numbers for {parts} parts. Use one number per part.")
 
 
 def split_evenly(sizes: Sequence[int], parts: int) -> list[int]:

@@ -145,7 +145,7 @@ class BlockInterceptor:
 
     def _compute(self, args: Any, kwargs: Any) -> Tensor:
         if kwargs:
-            raise TaskError(f"The blocks of a pipeline support only positional arguments, not {', '.join(kwargs)}.")
+            raise TaskError(f"Pipeline blocks support only positional arguments, not {', '.join(kwargs)}.")
         with self.computing():
             result = self.stage(*args)
         if not isinstance(result, Tensor):

@@ -71,7 +71,7 @@ class PipelineMeshStrategy(MeshStrategy):
         if micro_batches is not None and (not isinstance(micro_batches, int) or micro_batches < 1):
             raise ConfigError(f"strategy=mesh: expected micro_batches to be positive or null, got {micro_batches!r}.")
         if pipeline == 1 and (micro_batches, split) != (None, "auto"):
-            raise ConfigError("strategy=mesh: micro_batches and split need a pipeline. Set pipeline, as in pipeline=2.")
+            raise ConfigError("strategy=mesh: micro_batches and split require a pipeline. Set pipeline=2, for example.")
         self.pieces_wanted, self.split = micro_batches, split
         self.owners = StageOwners([], [], 0)
         self.stage: Stage | None = None
@@ -88,7 +88,7 @@ class PipelineMeshStrategy(MeshStrategy):
         if stages > 1:
             check_counts(self.split, stages)
             if self.meta_init:
-                raise ConfigError("strategy=mesh: meta_init does not support a pipeline. Leave one of them out.")
+                raise ConfigError("strategy=mesh: meta_init and pipeline cannot be combined. Leave one of them out.")
         super().join(place, devices, precision)
         self.stage_ranks = self._ranks_along("pipeline")
 
@@ -135,7 +135,7 @@ class PipelineMeshStrategy(MeshStrategy):
                 raise ConfigError("A pipeline runs each stage's backward pass. Do not override Task.backward.")
             if task.trainer.reproducible == "off":
                 raise ConfigError(
-                    "A pipeline needs reproducible=order. All processes of a pipeline must load the same batch, "
+                    "A pipeline needs reproducible=order. All processes in a pipeline must load the same batch, "
                     "which requires keyed random numbers."
                 )
         return super().prepare(task, optimizers)
