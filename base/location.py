@@ -18,7 +18,7 @@ STORES = {
 
 
 REPOSITORY = (
-    "a repository, where each file written would be a commit. A run can read from a repository but not write to one. "
+    "a repository, where writing a file creates a commit. A run can read from a repository but not write to one. "
     "Write to a bucket (hf://buckets/USER/NAME) and upload the result of legato export."
 )
 

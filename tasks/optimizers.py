@@ -78,7 +78,7 @@ def unknown_parameters(task: nn.Module, optimizers: Sequence[Optimizer]) -> str:
     if not shapes:
         return ""
     return (
-        f"configure_optimizers gave an optimizer tensors that are not parameters of the task (shapes: "
+        f"configure_optimizers returned an optimizer for tensors that are not parameters of the task (shapes: "
         f"{first_names([str(shape) for shape in shapes])}). They would not be moved to the device, averaged across "
         f"processes or saved in checkpoints. Assign them to the task as nn.Parameter, and modules in a list or "
         f"dict as nn.ModuleList or nn.ModuleDict."
@@ -143,8 +143,8 @@ def _read_scheduler(entry: Any, monitor: str | None = None) -> SchedulerConfig:
         raise TaskError(f"A learning rate scheduler must have a `step` method, got {_describe(config.scheduler)}.")
     if config.interval not in ("step", "epoch") or not isinstance(config.frequency, int) or config.frequency < 1:
         raise TaskError(
-            f"The lr_scheduler dict must have interval 'step' or 'epoch' and a positive integer as frequency, got "
-            f"{config.interval!r} and {config.frequency!r}."
+            f"The lr_scheduler dict needs 'step' or 'epoch' as its interval and a positive integer as its frequency, "
+            f"got {config.interval!r} and {config.frequency!r}."
         )
     in_epochs = getattr(config.scheduler, "t_in_epochs", None)  # timm's schedulers define their interval
     interval = config.interval if in_epochs is None else "epoch" if in_epochs else "step"

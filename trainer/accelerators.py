@@ -40,7 +40,7 @@ def find_kind(wanted: str) -> str:
         return kinds[-1]
     if kind not in kinds:
         raise ConfigError(
-            f"trainer.accelerator={wanted!r}, but torch finds no such device on this machine. Try "
+            f"trainer.accelerator={wanted!r}, but torch found no such device on this machine. Try "
             f"accelerator={kinds[-1]}.{did_you_mean(kind, kinds)}"
         )
     return kind
@@ -108,16 +108,16 @@ def backend_for(device: torch.device, chosen: str | None = None, shared: bool = 
     if shared and kind != "cpu" and backend in ONE_RANK_A_DEVICE:
         if chosen:
             raise ConfigError(
-                f"process_group_backend={chosen} needs one device per process, but trainer.devices assigns one device "
-                f"to several processes. Omit process_group_backend to use gloo, or list each device once."
+                f"process_group_backend={chosen} needs one device per process, but trainer.devices assigns the same "
+                f"device to several processes. Omit process_group_backend to use gloo, or list each device once."
             )
         backend = "gloo"
     # a backend may be registered without device types
     kinds = distributed.Backend.backend_capability.get(backend, [kind] if chosen else [])
     if kind not in kinds and kind != "cpu":
-        reason = f"its {backend} supports {' and '.join(kinds)} only" if backend else "it has no backend for them"
+        reason = f"its {backend} supports only {' and '.join(kinds)}" if backend else "it has no backend for them"
         raise ConfigError(
-            f"Several processes on {kind} need a process group for {kind} tensors, but torch has none: {reason}. Use "
+            f"Multiple processes on {kind} need a process group for {kind} tensors, but torch has none: {reason}. Use "
             f"one process (trainer.devices=1) or accelerator=cpu, or set process_group_backend to a plug-in's backend."
         )
     # other backends cannot send host tensors, such as loss weights, flags and names

@@ -55,8 +55,8 @@ class Closure:
         optimization, draws = run.optimization, run.optimization.draws_in_updates
         if run.strategy.by_replica or run.strategy.lockstep or run.strategy.precision.scaler is not None:
             raise TaskError(
-                "The closure in optimizer_step has to run the step again, which requires one replica per process, "
-                "unsharded weights and a precision other than 16-mixed. Call the closure once, before zero_grad()."
+                "The closure in optimizer_step must rerun the step, which requires one replica per process, unsharded "
+                "weights and a precision other than 16-mixed. Call the closure only once, before zero_grad()."
             )
         # Each call draws the same random numbers: a line search compares losses, which dropout would otherwise change.
         # Afterwards the update's own random numbers continue.

@@ -164,7 +164,7 @@ def describe_misnomers(owner: Task | DataModule | Callback) -> Iterator[str]:
         if near:
             yield (
                 f"{kind.__qualname__}.{name} is named like a hook but isn't one, so it would never be called. Did you "
-                f"mean {near!r}? If it is another method, rename it (for example with a leading underscore)."
+                f"mean {near!r}? If it isn't meant to be one, rename it (for example with a leading underscore)."
                 f"{correction(f'def {name}(self, ...):', f'def {near}(self, ...):')}"
             )
 
@@ -254,7 +254,7 @@ def count_arguments(task: Any, step: str, several_loaders: bool = True) -> int:
         accepted = ", ".join(HOOK_ARGUMENTS[: MOST_ARGUMENTS[step]])
         named = ", ".join(parameter.name for parameter in parameters)
         raise TaskError(
-            f"{type(task).__name__}.{step}({named}) must accept ({accepted}), or the first of these arguments, but "
+            f"{type(task).__name__}.{step}({named}) must accept ({accepted}), or only the first of these, but "
             f"{'it requires ' + ', '.join(wrong) if wrong else 'it accepts no batch'}."
         )
     extra = [p for p in positional[2:3] if p.default is not p.empty and p.name != "dataloader_idx"]

@@ -40,8 +40,8 @@ def begin(trainer: "Trainer", request: Request) -> Iterator[Run]:
     """
     if trainer.running:
         raise TaskError(
-            f"{request.stage} was called within {trainer.stage} of the same Trainer. Call it after {trainer.stage} "
-            f"returns. To validate during a fit, set val_check_interval and check_val_every_n_epoch."
+            f"{request.stage} was called during {trainer.stage} of the same Trainer. Call it after {trainer.stage} "
+            f"returns. To validate during fit, set val_check_interval and check_val_every_n_epoch."
         )
     check_task(trainer, request.task, request)
     trainer.command["fit"] += request.stage == "fit"  # a replay of a script uses this count to identify its fits
@@ -95,7 +95,7 @@ def named(run: Call, error: BaseException) -> BaseException:
     frames = [item for item in traceback.extract_tb(error.__traceback__) if Path(item.filename).name not in DEBUGGERS]
     where = f"rank {run.strategy.place.rank} ({frames[-1].filename}:{frames[-1].lineno})"
     return TaskError(
-        f"A debugger quit on {where}, because the processes of a multi-process run have no terminal. Debug with "
+        f"A debugger quit on {where} because the processes of a multi-process run have no terminal. Debug with "
         f"trainer.devices=1 (and strategy=single)."
     )
 
@@ -105,9 +105,9 @@ def describe_exit(run: Call, error: SystemExit) -> BaseException:
     place, exits = run.strategy.place, traceback.extract_tb(error.__traceback__)
     frame = [frame for frame in exits if "_sitebuiltins" not in frame.filename][-1]  # exit() itself is defined there
     where = f"{frame.name} ({frame.filename}:{frame.lineno})"
-    rank = f" of rank {place.rank}" if place.world_size > 1 else ""
+    rank = f" on rank {place.rank}" if place.world_size > 1 else ""
     step = run.state.global_step
-    message = f"sys.exit({error.code!r}) in {where}{rank} ended {run.stage} at step {step}, before it was done."
+    message = f"sys.exit({error.code!r}) in {where}{rank} ended {run.stage} at step {step}, before it was complete."
     if error.code:
         log.error("%s", message)
         return error
@@ -161,7 +161,7 @@ def gather_metrics(run: Call) -> None:
     names = run.metrics.gather_unlogged()
     if names and run.trainer.is_global_zero:
         log.warning(
-            "These metrics were updated but neither logged nor computed, so they never had a value over all "
+            "These metrics were updated but neither logged nor computed, so they were never reduced across "
             "processes: %s. Log them, or call compute() in on_*_epoch_end on every process.", first_names(names),
         )  # fmt: skip
 

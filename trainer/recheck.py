@@ -158,7 +158,7 @@ class Recheck:
         if not told:
             return
         wrong = "this hardware computes wrong results. Exclude it, and resume from a checkpoint"
-        advice = f"Since both passes of step {self.clean_at} were equal, {wrong} of that step or before."
+        advice = f"Since both passes of step {self.clean_at} were equal, {wrong} from that step or earlier."
         if not self.clean_at:
             advice = (
                 f"Either training_step is not repeatable (it changes its batch, counts calls, or uses its own "
@@ -179,7 +179,7 @@ def describe(by_rank: list[tuple[ProcessEntry, list[tuple[str, int, int]]]]) -> 
         + f", and {len(more)} more" * bool(more)
         for (rank, _, host, device), [(name, first, second), *more] in began or affected
     ]
-    return "; ".join(told) + "; the contributions of the ranks are equal, so the error is in their sum" * (not began)
+    return "; ".join(told) + "; the ranks' contributions are equal, so the error is in their sum" * (not began)
 
 
 def leaves_of(loss: Tensor) -> Iterator[Tensor]:
@@ -200,7 +200,7 @@ def use_recheck(call: "Call", optimization: Optimization) -> None:
     if every is None:
         return
     reasons = {
-        "kernels may sum in another order each time. Set trainer.deterministic=true, or reproducible=bitwise": (
+        "kernels may sum in a different order each time. Set trainer.deterministic=true, or reproducible=bitwise": (
             not call.bitwise and call.trainer.deterministic is not True
         ),
         "manual optimization updates weights within the step": not optimization.automatic,
@@ -209,7 +209,7 @@ def use_recheck(call: "Call", optimization: Optimization) -> None:
     }
     reason = next((reason for reason, holds in reasons.items() if holds), None)
     if reason is not None:
-        raise ConfigError(f"trainer.recheck_every={every} computes a step twice and compares bits, but {reason}.")
+        raise ConfigError(f"trainer.recheck_every={every} computes a step twice and compares the bits, but {reason}.")
     optimization.recheck = recheck = Recheck(call.trainer, every)
     optimization.clears_late = False  # clearing within the step would happen twice
     call.hooks["on_train_batch_start"] += (recheck.open_batch,)

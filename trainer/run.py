@@ -450,7 +450,7 @@ class Run(Call):
             return
         raise DataError(
             f"The training loader yielded no batches in epoch {self.state.epoch}. A generator is exhausted after one "
-            f"epoch. Pass a DataLoader, a list or another iterable that starts over in each epoch."
+            f"epoch. Pass a DataLoader, a list or another iterable that starts over every epoch."
         )
 
     def save_cut_epoch(self, complete: bool) -> None:

@@ -76,7 +76,7 @@ def test_a_word_that_is_nearly_right(trainer, name, value, meant):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 @pytest.mark.parametrize("name", ["cuda", "gpu"])
 def test_a_device_that_is_not_there(trainer, name):
-    with pytest.raises(ConfigError, match=f"accelerator='{name}', but torch finds no such device.*accelerator=cpu"):
+    with pytest.raises(ConfigError, match=f"accelerator='{name}', but torch found no such device.*accelerator=cpu"):
         trainer(accelerator=name)
 
 

@@ -234,7 +234,7 @@ def test_another_runs_folder_is_refused_before_the_first_step(tmp_path):
 
     run()
     before = there()
-    with pytest.raises(ConfigError, match="own' contains checkpoints of another run, which this run would overwrite"):
+    with pytest.raises(ConfigError, match="own' contains checkpoints from another run, which this run would overwrite"):
         run(save_top_k=1, seed=9)
     assert there() == before
     run(resume=tmp_path / "own" / "step-00000002")  # of which it is the same run, going on

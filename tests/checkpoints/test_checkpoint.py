@@ -73,9 +73,9 @@ def test_only_checkpoints_are_removed_or_replaced(tmp_path: Path) -> None:
     (precious / "paper.tex").write_text("years of work")
     with pytest.raises(CheckpointError, match=r"was not removed: .*manifest\.json is missing"):
         storage.remove(precious)
-    with pytest.raises(CheckpointError, match="is not a checkpoint, so it is not replaced"):
+    with pytest.raises(CheckpointError, match="is not a checkpoint, so it will not be replaced"):
         commit.write(precious, example())
-    with pytest.raises(CheckpointError, match="is not a checkpoint, so it is not replaced"):
+    with pytest.raises(CheckpointError, match="is not a checkpoint, so it will not be replaced"):
         commit.write(precious / "paper.tex", example())
     target, link = tmp_path / "step-00000001", tmp_path / "step-00000002"
     commit.write(target, example())

@@ -120,7 +120,7 @@ OTHERS = "was not written by Legato"
         (lambda body: body.update(format=6), "this version of Legato reads formats up to"),
         (
             lambda body: body.update(format=2),
-            "of an earlier Legato. The last commit that can read it is [0-9a-f]{7}",
+            "from an older Legato. The last commit that can read it is [0-9a-f]{7}",
         ),
         (lambda body: body.update(format=True), OTHERS),
         (lambda body: body.update(format=0), OTHERS),
@@ -154,7 +154,7 @@ def test_a_manifest_of_other_fields_is_refused(change: Callable[[dict[str, objec
 
 def test_a_manifest_with_another_run_size_or_version_is_damaged() -> None:
     for change in ({"run": "another"}, {"legato": "1.0"}, {"files": {}}):
-        with pytest.raises(CheckpointError, match="does not match its own sha256"):
+        with pytest.raises(CheckpointError, match="does not match its SHA-256"):
             manifest.parse_manifest(json.dumps({**good_manifest(), **change}).encode())
 
 

@@ -372,7 +372,7 @@ def test_what_a_task_gathers_itself_comes_back(trainer, capfd, options):
     assert "neither logged nor computed" not in capfd.readouterr().err
     for task in (two, computed):
         trainer(strategy="ddp", devices=2, **options).fit(task, make_loader(37))
-        unread = capfd.readouterr().err.count("had a value over all processes: counted, kept. Log them")
+        unread = capfd.readouterr().err.count("were never reduced across processes: counted, kept. Log them")
         assert unread == (task is two)
         assert task.counted.compute() == 37
         assert sorted(task.kept.compute().tolist()) == pytest.approx(sorted(alone.kept.compute().tolist()))

@@ -337,7 +337,7 @@ def test_one_name_for_steps_and_for_the_epochs_own_value_is_two_series(play):
     [
         ("high", {}, "got str"),
         (None, {}, "got NoneType"),
-        (torch.ones(2), {}, r"a tensor of shape \(2,\)"),
+        (torch.ones(2), {}, r"a torch\.float32 tensor of shape \(2,\)"),
         ({"a": 1.0}, {}, "got dict"),
         (1.0, {"reduce_fx": "median"}, "expected one of"),
         (1.0, {"reduce_fx": "meen"}, "Did you mean 'mean'"),

@@ -348,5 +348,5 @@ def test_sharpness_aware_steps(trainer):
 
 @pytest.mark.parametrize("options", [{"replicas": 2}, {"precision": "16-mixed"}])
 def test_where_a_closure_cannot_run_the_step_again(trainer, options):
-    with pytest.raises(TaskError, match="Call the closure once"):
+    with pytest.raises(TaskError, match="Call the closure only once"):
         trainer(**options).fit(Calling(True), make_loader())

@@ -77,7 +77,7 @@ def test_the_error_names_the_first_module_whose_output_is_not_finite(trainer):
     task = Tiny()
     task.model.insert(2, Logarithm())
     pattern = (
-        r"first non-finite output is that of model\.2 \(Logarithm\), from finite input\. Not finite: \d of 4 gradients"
+        r"first non-finite output came from model\.2 \(Logarithm\), given finite input\. Not finite: \d of 4 gradients"
     )
     with pytest.raises(NonFiniteError, match=pattern):
         fit(trainer(), task)
@@ -86,7 +86,9 @@ def test_the_error_names_the_first_module_whose_output_is_not_finite(trainer):
 def test_the_error_names_a_batch_that_is_not_finite_itself(trainer):
     inputs = torch.randn(8, 3)
     inputs[5, 1] = float("nan")
-    with pytest.raises(NonFiniteError, match=r"latest batch \(batch_idx 1\) is itself not finite: batch\[0\]"):
+    with pytest.raises(
+        NonFiniteError, match=r"latest batch \(batch_idx 1\) itself contains non-finite values: batch\[0\]"
+    ):
         fit(trainer(log_every_n_steps=2), Tiny(), loader=DataLoader(TensorDataset(inputs, torch.randn(8, 1)), 4))
 
 
@@ -243,7 +245,7 @@ def test_what_a_skipped_step_logged_is_dropped(trainer):
 def test_too_many_in_a_row_end_the_run(trainer, limit):
     made, task = trainer(nan="skip", nan_skips=limit, max_epochs=2), Hurt(batches=[1, 2, 3])
     with pytest.raises(
-        NonFiniteError, match=rf"^{limit + 1} steps in a row, up to step {limit + 2}, .*weights are tho"
+        NonFiniteError, match=rf"^{limit + 1} steps in a row, up to step {limit + 2}, .*weights are from step"
     ):
         fit(made, task)
     assert made.global_step == limit + 1

@@ -122,7 +122,7 @@ def test_the_job_ends_with_the_error_of_the_rank_that_failed(tmp_path, trainer, 
     else:
         words = "was killed by SIGKILL" if way == "is killed" else "failed with WorkerError"
         assert f"Rank {WHO} of {processes} {words}" in text
-        assert (f"of rank {WHO} ended fit at step" in last) == (way == "leaves")
+        assert (f"on rank {WHO} ended fit at step" in last) == (way == "leaves")
     if place != "loader worker":  # whose own connection to its rank may show
         assert "onnection closed" not in text
         assert "onnection reset" not in text

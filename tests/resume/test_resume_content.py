@@ -66,7 +66,7 @@ def test_the_same_data_is_not_told_and_other_data_is_refused_within_an_epoch(tmp
     caplog.clear()
     run(tmp_path, loader(Rows(shift=1.0), workers))
     assert (
-        "New values that change the samples of a step: samples of the dataset: saved ones -> different ones."
+        "New values that change the samples in each step: samples of the dataset: saved ones -> different ones."
         in caplog.text
     )
 

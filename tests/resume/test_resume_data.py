@@ -80,7 +80,7 @@ def test_the_number_of_loader_workers_is_part_of_a_run_on_a_stream(tmp_path, cap
     run(Split(), 2, **end)
     assert "num_workers" not in caplog.text
     run(Split(), 0, max_epochs=2)
-    assert "New values that change the samples of a step: num_workers: 2 -> 0" in caplog.text
+    assert "New values that change the samples in each step: num_workers: 2 -> 0" in caplog.text
     caplog.clear()
     run(Augmented(), 2, **within)
     run(Augmented(), 0, **end)

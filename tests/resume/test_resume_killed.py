@@ -94,7 +94,7 @@ def test_a_killed_run_that_saves_elsewhere_is_the_undisturbed_run(tmp_path, undi
     assert scalars(trainer.run_dir) == undisturbed["scalars"]
     assert trainer.run_dir.name == ("version_0" if has_checkpoint else "version_1")
     assert not any((tmp_path / "runs").glob("*/*/checkpoints/step-*"))
-    with pytest.raises(ConfigError, match="own' contains checkpoints of another run"):
+    with pytest.raises(ConfigError, match="own' contains checkpoints from another run"):
         fit(tmp_path / "others", **elsewhere)
 
 

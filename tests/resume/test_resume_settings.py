@@ -119,7 +119,7 @@ def test_other_samples_in_a_step_are_refused_within_an_epoch_and_listed_at_its_e
     assert run.message is None
     # at the end of an epoch it is listed
     run(Task(), max_epochs=4, **before)
-    assert "New values that change the samples of a step" in run.message
+    assert "New values that change the samples in each step" in run.message
     assert "ends here" not in run.message
 
 

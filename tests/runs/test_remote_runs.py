@@ -194,7 +194,7 @@ def test_commands_take_addresses(
     ("place", "problem"),
     [
         ("s3:/x/y", "an address needs two slashes, 's3://x/y'"),
-        ("hf://user/repo", "would be a commit"),
+        ("hf://user/repo", "creates a commit"),
         ("hf://user/repo/run", "hf://buckets/USER/NAME"),
         ("file:///tmp/x", "Write it as a path: '/tmp/x'"),
         ("s4://bucket/x", "which has an unknown scheme"),

@@ -139,7 +139,7 @@ def test_every_rank_raises_the_same_error(errors, name):
 def test_missing_devices_are_refused(refused):
     from legato.base.errors import ConfigError
 
-    with pytest.raises(ConfigError, match=r"torch finds no such device on this machine\. Try accelerator=cpu"):
+    with pytest.raises(ConfigError, match=r"torch found no such device on this machine\. Try accelerator=cpu"):
         lg.Trainer(**{**QUIET, "accelerator": "cuda", "devices": 2, "strategy": "ddp"})
 
 

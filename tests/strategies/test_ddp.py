@@ -232,7 +232,7 @@ def test_a_gan_takes_the_mean_gradient_of_its_processes(capfd):
     trainer.fit(task, loader(19))
     assert trainer.global_step == 2
     assert close(flat(task), train_gan_by_hand(2))
-    assert "The last 3 samples of each epoch are left out, because they are too few for 2" in capfd.readouterr().err
+    assert "The last 3 samples of each epoch are left out because there are too few for 2" in capfd.readouterr().err
 
 
 # --- parameters without gradient, batches left out ------------------------------------------------------------------

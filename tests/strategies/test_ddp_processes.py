@@ -265,5 +265,5 @@ def test_the_caller_can_save_after_workers_have_ended(tmp_path):
             made.save_checkpoint(tmp_path / "whole")
             assert reading.read_checkpoint(tmp_path / "whole")["global_step"] == made.global_step
         else:
-            with pytest.raises(TaskError, match="no complete checkpoint of the last step"):
+            with pytest.raises(TaskError, match="no complete checkpoint from the last step"):
                 made.save_checkpoint(tmp_path / "whole-2")

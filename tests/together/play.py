@@ -208,7 +208,7 @@ def play(scene: Scene, folder: Path, steps: list[int]) -> Result:
 
 def make_room(error: BaseException, folder: Path) -> bool:
     """Remove other folders of checkpoints where a run that begins again asks for it; return whether it does."""
-    if "contains checkpoints of another run" not in str(error):
+    if "contains checkpoints from another run" not in str(error):
         return False
     for name in ("second", "async", "weights"):
         shutil.rmtree(folder / name, ignore_errors=True)

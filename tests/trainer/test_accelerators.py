@@ -98,9 +98,9 @@ def test_backends(device, options, backend):
         (
             MPS,
             {},
-            "Several processes on mps need a process group for mps tensors, but torch has none: its gloo supports",
+            "Multiple processes on mps need a process group for mps tensors, but torch has none: its gloo supports",
         ),
-        (XPU, {"chosen": "gloo"}, "its gloo supports cpu and cuda only"),
+        (XPU, {"chosen": "gloo"}, "its gloo supports only cpu and cuda"),
         (torch.device("mtia", 0), {}, "it has no backend for them"),
         (GPU, {"chosen": "nccl", "shared": True}, "process_group_backend=nccl needs one device per process"),
     ],

@@ -63,7 +63,7 @@ def test_it_is_found_and_named(tmp_path):
     assert answers["emul:0"] == "emul:0"
     assert (answers["name"], answers["backend"]) == ("Emulated accelerator", "cpu:gloo,emul:emulccl")
     assert answers["memory"] == [2**30, 2**20, False]
-    assert "torch finds no such device on this machine. Try accelerator=emul" in answers["error"]
+    assert "torch found no such device on this machine. Try accelerator=emul" in answers["error"]
 
 
 @pytest.mark.slow
@@ -180,7 +180,7 @@ def test_it_trains_in_half_precision(tmp_path, precision):
 
 
 REFUSED = [
-    ({"precision": "16-mixed"}, "torch has no autocast to torch.float16 for emul. Use 32-true."),
+    ({"precision": "16-mixed"}, "torch doesn't support torch.float16 autocast on emul. Use 32-true."),
     (
         {"accelerator": "emul:0", "devices": 1},
         "selects one device, but trainer.devices=1 selects others. Set accelerator=emul",
@@ -211,5 +211,5 @@ def test_what_it_cannot_do_is_refused(errors, index):
 
 def test_without_one_there_is_the_cpu():
     assert accelerators.find_kind("auto") in accelerators.find_kinds()
-    with pytest.raises(ConfigError, match="torch finds no such device on this machine"):
+    with pytest.raises(ConfigError, match="torch found no such device on this machine"):
         accelerators.find_kind("emul")

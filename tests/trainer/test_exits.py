@@ -47,7 +47,7 @@ def test_an_exit_with_code_0_fails_a_run_that_was_not_done(trainer, hook, step, 
     while line.tb_next is not None:
         line = line.tb_next
     assert str(caught.value) == (
-        f"sys.exit({code!r}) in reach ({__file__}:{line.tb_lineno}) ended fit at step {step}, before it was done. "
+        f"sys.exit({code!r}) in reach ({__file__}:{line.tb_lineno}) ended fit at step {step}, before it was complete. "
         f"To stop training early, set trainer.should_stop = True."
     )
 
@@ -63,7 +63,7 @@ def test_another_code_stays_and_its_place_is_told(trainer, caplog, code):
         trainer(max_epochs=3).fit(Exits("step", code), make_loader(32))
     assert caught.value.code == code
     assert f"sys.exit({code!r}) in reach ({__file__}:" in caplog.text
-    assert "ended fit at step 4, before it was done." in caplog.text
+    assert "ended fit at step 4, before it was complete." in caplog.text
 
 
 @pytest.mark.parametrize("hook", ["end of training", "teardown"])

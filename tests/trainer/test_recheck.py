@@ -346,7 +346,7 @@ class Searches(Net):
 
 
 REFUSED = {
-    "kernels may sum in another order each time. Set trainer.deterministic=true": (Net, {"deterministic": "warn"}),
+    "kernels may sum in a different order each time. Set trainer.deterministic=true": (Net, {"deterministic": "warn"}),
     "manual optimization updates weights within": (Manual, {}),
     "the optimizer itself computes the step again": (Searches, {}),
     "elastic=true repeats a step": (Net, {"devices": 2, "strategy": {"name": "ddp", "elastic": True}}),

@@ -70,7 +70,7 @@ def test_a_run_saves_and_goes_on_there(bucket: str, tmp_path: Path) -> None:
     assert_same_bits(Tiny.load_from_checkpoint(f"{place}/step-00000008"), uninterrupted)
 
     with pytest.raises(
-        ConfigError, match=f"{place}' contains checkpoints of another run, which this run would overwrite"
+        ConfigError, match=f"{place}' contains checkpoints from another run, which this run would overwrite"
     ):
         fit(tmp_path / "fourth", place, 2)
     with pytest.raises(CheckpointError, match=f"There is no complete checkpoint at {bucket}/nothing"):

@@ -150,7 +150,7 @@ def flatten(contents: Mapping[str, Any], frozen: Collection[str] = ()) -> FlatSt
 
 def _encode(value: Any, path: ValuePath, flat: FlatState) -> Any:
     if len(path) > DEPTH:
-        raise CheckpointError(f"{_dotted(path[:4])}... is nested more than {DEPTH} levels. Does it contain itself?")
+        raise CheckpointError(f"{_dotted(path[:4])}... is nested over {DEPTH} levels deep. Does it contain itself?")
     if value is None or isinstance(value, bool):  # before int: bool is a subclass of it
         return value
     if isinstance(value, str):  # a str Enum, too: JSON stores only its text
@@ -234,7 +234,7 @@ def _encode_tensor(value: Any, path: ValuePath, flat: FlatState) -> dict[str, An
 
 def _encode_wrapped(value: Any, path: ValuePath, flat: FlatState, is_sharded: bool) -> dict[str, Any]:
     """Return the mark of a tensor subclass that `__tensor_flatten__` splits into tensors and plain values."""
-    name, problem = f"{type(value).__module__}.{type(value).__qualname__}", "sharded over several processes"
+    name, problem = f"{type(value).__module__}.{type(value).__qualname__}", "sharded across processes"
     if not is_sharded:
         inner, settings = value.__tensor_flatten__() if hasattr(value, "__tensor_flatten__") else ((), object())
         if _wrapper_class(name) is type(value) and _is_plain(settings):
@@ -282,7 +282,7 @@ def unflatten(
     except RecursionError:
         raise CheckpointError("state.json is nested too deeply for a checkpoint.") from None
     if not isinstance(contents, dict) or not all(isinstance(key, str) for key in contents):
-        raise CheckpointError(f"state.json must contain an object whose keys are names, got {type(contents).__name__}.")
+        raise CheckpointError(f"state.json must contain an object with string keys, got {type(contents).__name__}.")
     if unclaimed:
         file, name = next(iter(unclaimed))
         raise CheckpointError(f"{file}.safetensors contains {name!r}, which state.json does not mention.")

@@ -80,7 +80,7 @@ def commit(
         if not is_first:
             return ""
         if name == BASE:
-            raise CheckpointError(f"A checkpoint cannot be named {BASE!r}, the folder name for frozen weights.")
+            raise CheckpointError(f"A checkpoint cannot be named {BASE!r}: the name is reserved for frozen weights.")
         folder.require_free_name(name)
         begun = True
         return folder.open_stage(name, needed, run)

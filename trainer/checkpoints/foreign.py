@@ -49,8 +49,8 @@ def _load_pickle(path: Path) -> Any:
         if unsafe:
             raise CheckpointError(
                 f"{path} contains objects other than tensors and plain values: {', '.join(unsafe)}. Legato rejects the "
-                f"file, because reading it could run code. Save it again without these objects or, if you trust it, "
-                f"first pass their classes to torch.serialization.add_safe_globals([...])."
+                f"file because reading it could run arbitrary code. Save it again without these objects or, if you "
+                f"trust it, first pass their classes to torch.serialization.add_safe_globals([...])."
             ) from None
         # drop torch's advice to load the file without weights_only
         lines = [line.strip() for line in str(error).split("\n") if line.strip() and "weights_only" not in line]
@@ -80,7 +80,7 @@ def _state_dict(path: Path, loaded: Any) -> dict[str, Tensor]:
     else:
         contents = type(loaded).__name__
     raise CheckpointError(
-        f"{path} contains no state dict: expected a dict from names to tensors, at the top level or under "
+        f"{path} contains no state dict: expected a dict that maps names to tensors, at the top level or under "
         f"{', '.join(NESTS)}, got {contents}."
     )
 

@@ -125,12 +125,12 @@ def parse_manifest(data: bytes) -> Manifest:
         )
     if type(written) is int and 1 <= written < OLDEST:
         raise CheckpointError(
-            f"{MANIFEST} has format {written} of an earlier Legato. The last commit that can read it is {LAST_READER}."
+            f"{MANIFEST} has format {written} from an older Legato. The last commit that can read it is {LAST_READER}."
         )
     recorded = body.pop("sha256", None) if isinstance(body, dict) else None
     # the sums of the files do not cover the manifest itself, which contains their sizes and the run
     if recorded != _sum_of(body):
-        raise CheckpointError(f"{MANIFEST} is damaged: its text does not match its own sha256.")
+        raise CheckpointError(f"{MANIFEST} is damaged: its text does not match its SHA-256.")
     # a forged manifest may have a valid sum and contain paths outside the checkpoint, or sizes that are not numbers
     files, texts, prefix = body.get("files"), [body.get("legato"), body.get("run")], body.pop("prefix", "")
     if (
@@ -186,7 +186,7 @@ def regular_size(directory: Path, name: str, limit: int | None = None) -> int:
         raise CheckpointError(f"{directory}: {name} is missing or cannot be read: {error}.") from error
     if not stat.S_ISREG(status.st_mode):
         kind = "a link" if stat.S_ISLNK(status.st_mode) else "not a regular file"
-        raise CheckpointError(f"{directory}: {name} is {kind}. A checkpoint contains only regular files.")
+        raise CheckpointError(f"{directory}: {name} is {kind}. A checkpoint may contain only regular files.")
     if limit is not None and status.st_size > limit:
         raise CheckpointError(f"{directory}: {name} has {status.st_size:,} bytes; expected at most {limit:,}.")
     return status.st_size

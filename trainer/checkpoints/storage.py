@@ -186,12 +186,12 @@ class LocalFolder:
         """Raise CheckpointError if something other than a checkpoint has this name."""
         path = self.path / name
         if not name:
-            raise CheckpointError(f"Expected the name of a checkpoint, got the folder {str(path)!r}.")
+            raise CheckpointError(f"Expected a checkpoint name, got the folder {str(path)!r}.")
         if not os.path.lexists(path):
             return
         is_folder = path.is_dir() and not path.is_symlink()
         if not is_folder or not ((path / manifest.MANIFEST).exists() or manifest.are_file_names(os.listdir(path))):
-            raise CheckpointError(f"{path} is not a checkpoint, so it is not replaced. Choose another name.")
+            raise CheckpointError(f"{path} is not a checkpoint, so it will not be replaced. Choose another name.")
 
     def open_stage(self, name: str, needed: int, run: str) -> str:
         """Create a folder as the stage for a checkpoint of about `needed` bytes."""

@@ -271,9 +271,9 @@ class CombinedPart(MapLoader):
         order = self.order(loader_epoch)
         if order.length != self.deal.length:
             raise DataError(
-                f"The sampler of combined loader {self.name!r} drew {order.length} indices in epoch {loader_epoch}, "
-                f"but its length is {self.deal.length}. Combined loaders are distributed by length: use a sampler that "
-                f"draws exactly len(sampler) indices."
+                f"The sampler of the combined loader {self.name!r} drew {order.length} indices in epoch "
+                f"{loader_epoch}, but its length is {self.deal.length}. Combined loaders are distributed by length: "
+                f"use a sampler that draws exactly len(sampler) indices."
             )
         if self.deal.samples > order.length:
             order.begin_again()

@@ -189,7 +189,7 @@ class DealtData:
         if not self.warned and self.dealing.process == 0:
             self.warned = True
             log.warning(
-                "The last %d %s of each epoch are left out, because they are too few for %d replicas: manual "
+                "The last %d %s of each epoch are left out because there are too few for %d replicas: manual "
                 "optimization and sync_batchnorm need a batch on every replica.",
                 left_out, "batches" if self.source.own_batches else "samples", self.dealing.layout.replicas,
             )  # fmt: skip

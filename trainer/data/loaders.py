@@ -78,7 +78,7 @@ def iterate_loader(batches: Iterator[Any], loader: Any = None, length: float = 0
             raise DataError(
                 f"The dataset {type(loader.dataset).__name__} or the collate_fn of its loader raised StopIteration in "
                 f"batch {count + 1}, which looks like the end of the data. The cause is an exhausted iterator. "
-                f"Recreate it, or raise IndexError instead."
+                f"Recreate the iterator, or raise IndexError instead."
             ) from error
     except Exception:
         end_loader_workers(batches)

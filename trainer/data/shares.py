@@ -241,6 +241,6 @@ def require_different(content: Any, ranks: Ranks, where: str) -> None:
         raise DataError(
             f"All {ranks.size} processes read the same data in {where}, but each should read its own share; otherwise "
             f"each sample is used {ranks.size} times. A dataset created before its process starts does not know its "
-            f"rank, so create it in train_dataloader. Or remove use_distributed_sampler=false so that Legato "
-            f"distributes the samples."
+            f"rank, so create it in train_dataloader. Alternatively, remove use_distributed_sampler=false so that "
+            f"Legato distributes the samples."
         )

@@ -208,7 +208,7 @@ class Metrics:
         if not isinstance(name, str) or not name:
             example = correction('self.log(loss, "loss")', 'self.log("loss", loss)')
             raise TaskError(
-                f"log() expects a name and then a value, as in log('loss', loss); got {name!r:.60}.{example}"
+                f"log() expects a name followed by a value, as in log('loss', loss); got {name!r:.60}.{example}"
             )
         path = None
         if is_metric(value):
@@ -220,7 +220,7 @@ class Metrics:
             kind = ONCE if kind == "sum" and not (self.in_batch or synced) else kind
         else:
             is_tensor = isinstance(value, Tensor)
-            kind = f"a tensor of shape {tuple(value.shape)} and {value.dtype}" if is_tensor else type(value).__name__
+            kind = f"a {value.dtype} tensor of shape {tuple(value.shape)}" if is_tensor else type(value).__name__
             raise TaskError(
                 f"log({name!r}) expects a number, a tensor with one value or a torchmetrics.Metric; got {kind}."
                 + correction(f'self.log("{name}", values)', f'self.log("{name}", values.mean())')
@@ -258,7 +258,7 @@ class Metrics:
         if path is None:
             raise TaskError(
                 f"log({name!r}): the {type(metric).__name__} is not a module of the task, so it would not be moved to "
-                f"a device, saved or reduced over processes. Assign it in the task's __init__, as in self.metric = "
+                f"a device, saved or reduced across processes. Assign it in the task's __init__, as in self.metric = "
                 f"metric, or put several metrics into a torch.nn.ModuleDict."
             )
         return path
@@ -466,7 +466,7 @@ class Metrics:
             raise DisagreementError(
                 f"log({series.name!r}, reduce_fx='sum') was called in a hook of {self.describe_place()} with different "
                 f"values on different ranks: {values}. A value logged in a hook counts once, so log the same value on "
-                f"every rank, or pass sync_dist=True to sum over ranks."
+                f"every rank, or pass sync_dist=True to sum across ranks."
             )
 
     def compare(self, logged: list[list[int]], absent: list[bool]) -> None:
@@ -491,7 +491,7 @@ class Metrics:
         raise DisagreementError(
             f"The ranks logged different names in {self.describe_place()}: all ranks logged {sorted(common)}, but "
             f"{'; '.join(differences) or 'not in the same order'}. Call self.log with the same names in the same order "
-            f"on every rank, regardless of the rank and the content of a batch."
+            f"on every rank, regardless of the rank or the contents of a batch."
         )
 
     def find_series(self, among: dict[str, Series], description: Sequence[Any]) -> Series:

@@ -109,8 +109,8 @@ def read_kind(reduce_fx: str | Callable[..., Any], name: str) -> str:
     kind = {"avg": "mean", "amin": "min", "amax": "max"}.get(kind.lower(), kind.lower())
     if kind not in KINDS:
         raise TaskError(
-            f"log({name!r}, reduce_fx={reduce_fx!r}): expected one of {KINDS}, or the torch or Python function with "
-            f"one of these names.{did_you_mean(str(kind), KINDS)} For another reduction, log a torchmetrics.Metric."
+            f"log({name!r}, reduce_fx={reduce_fx!r}): expected one of {KINDS}, or the torch or Python function of "
+            f"the same name.{did_you_mean(str(kind), KINDS)} For another reduction, log a torchmetrics.Metric."
         )
     return kind
 

@@ -122,7 +122,7 @@ class BatchWeights:
 
 EXPECTED_WEIGHT = "expected a nonnegative number or a one-element tensor, such as the batch's number of tokens"
 MIXED = (
-    "training_step returned a 'weight' with the loss of some batches but not of others, so the mean over the step is "
+    "training_step returned a 'weight' with the loss for some batches but not for others, so the step's mean is "
     'undefined. Return {"loss": loss, "weight": weight} for every batch, or for none.'
 )
 

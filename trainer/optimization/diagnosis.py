@@ -47,7 +47,7 @@ def require_finite(trainer: "Trainer") -> None:
     if trainer.nan != "ignore":
         raise NonFiniteError(
             f"{problem} They were not saved, and earlier checkpoints are untouched. Resume from an earlier checkpoint "
-            f"with a lower learning rate or with gradient_clip_val."
+            f"with a lower learning rate or with gradient_clip_val set."
         )
     if trainer.is_global_zero:
         log.warning("%s They are saved anyway (nan=ignore).", problem)
@@ -105,7 +105,7 @@ def diagnose_forward(trainer: "Trainer") -> list[str]:
     # also skipped on all ranks if any rank's batch is already bad
     if ranks.any(bool(bad)):
         place = f"The latest batch (batch_idx {item.batch_idx})"
-        return [f"{place} is itself not finite: {first_names(bad)}."] if bad else []
+        return [f"{place} itself contains non-finite values: {first_names(bad)}."] if bad else []
     culprit = first_bad_module(trainer, item, batch)
     if culprit is None:
         return []
@@ -114,9 +114,9 @@ def diagnose_forward(trainer: "Trainer") -> list[str]:
     if not are_finite(module.parameters(recurse=False)):
         reason = "whose parameters are not finite"
     else:
-        reason = "from finite input" if input_is_finite else "from non-finite input that no module produced"
+        reason = "given finite input" if input_is_finite else "given non-finite input that no module produced"
     place = f"In the latest batch (batch_idx {item.batch_idx})"
-    return [f"{place}, the first non-finite output is that of {label}, {reason}."]
+    return [f"{place}, the first non-finite output came from {label}, {reason}."]
 
 
 def first_bad_module(trainer: "Trainer", item: ReplicaBatch, batch: Any) -> tuple[str, nn.Module, bool] | None:

@@ -63,7 +63,7 @@ class DriftGuard:
         self.compared_at, self.next_time = step, (self.next_time or elapsed) + PAUSE_PER_SECOND * answer[2] * 1e-9
         if answer[0] != ~answer[1]:
             raise DisagreementError(
-                f"The ranks' weights differ after step {step}, but must be equal on all {self.ranks.size} ranks: "
+                f"The weights differ after step {step}, but must be equal on all {self.ranks.size} ranks: "
                 f"{describe_differing(self.ranks, names, numbers.tolist())}. An optimizer, a hook or training_step "
                 f"changes weights using random numbers or data that differ between ranks. Draw the same numbers on all "
                 f"ranks, and resume from an earlier checkpoint."

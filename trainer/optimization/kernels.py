@@ -18,8 +18,8 @@ from ..switches import environment, versions
 KEPT = ("__module__", "__doc__")
 FLAGS = ("fused", "foreach", "capturable", "differentiable")
 NOTHING_COMPILED = (
-    "trainer.compile compiled nothing, because the steps call neither the task nor one of its direct submodules. "
-    "List the classes of the modules that they call, as in compile={'blocks': ['Block']}."
+    "trainer.compile compiled nothing because the steps call neither the task nor any of its direct submodules. "
+    "List the classes of the modules the steps call, as in compile={'blocks': ['Block']}."
 )
 # Keyword arguments of torch.compile
 COMPILE_OPTIONS = ("fullgraph", "dynamic", "backend", "mode", "options", "disable")

@@ -29,8 +29,8 @@ class SkipGuard:
     ) -> None:
         if not task.automatic_optimization:
             raise ConfigError(
-                "trainer.nan=skip skips the update of a step, but under manual optimization training_step updates the "
-                "weights. Check the gradients before optimizer.step(), or set nan to raise or ignore."
+                "trainer.nan=skip skips a step's update, but with manual optimization, training_step updates the "
+                "weights itself. Check the gradients before optimizer.step(), or set nan=raise or nan=ignore."
             )
         self.trainer, self.task, self.metrics, self.optimizers = trainer, task, metrics, optimizers
         self.state, self.strategy = trainer.state, trainer.strategy
@@ -70,9 +70,8 @@ class SkipGuard:
         if state.skipped_in_a_row > limit:
             step, skipped = state.global_step + 1, state.skipped_in_a_row
             error = NonFiniteError(
-                f"{skipped} steps in a row, up to step {step}, had a non-finite gradient, but nan_skips is {limit}. "
-                f"Lower the learning rate or clip gradients (gradient_clip_val). The weights are those of step "
-                f"{step - skipped}."
+                f"{skipped} steps in a row, up to step {step}, had non-finite gradients, but nan_skips is {limit}. "
+                f"Lower the learning rate or set gradient_clip_val. The weights are from step {step - skipped}."
             )
             raise explained(self.trainer, error)
         return True

@@ -263,16 +263,15 @@ class Optimization:
         if parameters:
             raise TaskError(
                 f"training_step changed weights in step {self.state.global_step + 1}: {first_names(parameters)}. It "
-                f"runs for each batch of {replicas} replicas, so the result would depend on how they are assigned to "
-                f"processes. Change such weights (of a teacher, for example) in on_step_end, which runs once per step, "
+                f"runs for each batch on {replicas} replicas, so the result would depend on which process runs each "
+                f"replica. Change such weights (of a teacher, for example) in on_step_end, which runs once per step, "
                 f"after the optimizers. If an Embedding has max_norm, call weight.renorm_ there instead."
             )
         if buffers and self.strategy.place.rank == 0:
             log.warning(
-                "training_step changes the buffers %s. With %d replicas, only the changes of the first one are kept.",
-                first_names(buffers),
-                replicas,
-            )
+                "training_step changes the buffers %s. With %d replicas, only the first one's changes are kept.",
+                first_names(buffers), replicas,
+            )  # fmt: skip
 
     def _prepared(self, step: StepInput) -> Iterator[Optimizer]:
         strategy, shares = self.strategy, self.metrics.shares
@@ -375,7 +374,7 @@ class Optimization:
                 self.trainer.checkpoint_callback.save(self.trainer, always=True)
             raise ConfigError(
                 f"The learning rate scheduler monitors {name!r}, which was never logged. Logged: {sorted(metrics)}."
-                f"{did_you_mean(name, metrics)} To continue without it, set strict=False in the lr_scheduler dict."
+                f"{did_you_mean(name, metrics)} To continue anyway, set strict=False in the lr_scheduler dict."
             )
         return None
 

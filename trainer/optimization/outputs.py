@@ -36,7 +36,7 @@ def losses_of(output: Any, optimizers: int) -> Sequence[Tensor]:
         raise TaskError(
             f"training_step returned {len(losses)} losses for {optimizers} optimizers. Return one loss, which trains "
             f"the parameters of all optimizers, or a list with one loss per optimizer, in the order of "
-            f"configure_optimizers (not supported under fsdp or mesh), or set automatic_optimization = False."
+            f"configure_optimizers (not supported with fsdp or mesh), or set automatic_optimization = False."
         )
     return losses
 

@@ -163,5 +163,5 @@ def _require_support(name: str, device_type: str) -> None:
         )
     if name in _AUTOCAST and not autocasts(device_type, _AUTOCAST[name]):
         raise ConfigError(
-            f"trainer.precision {name}: torch has no autocast to {_AUTOCAST[name]} for {device_type}. Use 32-true."
+            f"trainer.precision {name}: torch doesn't support {_AUTOCAST[name]} autocast on {device_type}. Use 32-true."
         )

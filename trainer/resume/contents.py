@@ -93,7 +93,7 @@ def contents_after_workers(trainer: "Trainer", weights_only: bool) -> dict[str, 
     # an earlier checkpoint would combine new weights with old optimizer moments
     if saved.get("global_step") != trainer.global_step or "optimizer_states" not in saved:
         raise TaskError(
-            "The run's worker processes have exited, so its optimizers are gone. There is no complete checkpoint of "
+            "The run's worker processes have exited, so its optimizers are gone. There is no complete checkpoint from "
             f"the last step ({trainer.global_step}) to copy. Add a Checkpoint callback that saves when training ends, "
             "or save with weights_only=True."
         )
@@ -142,7 +142,9 @@ class CallbackStates:
             state = callback.state_dict()
             # otherwise the second state would silently replace the first
             if state and callback.state_key in states:
-                raise ConfigError(f"Two callbacks have the state_key {callback.state_key!r}. Override one of them.")
+                raise ConfigError(
+                    f"Two callbacks have the state_key {callback.state_key!r}. Override state_key in one of them."
+                )
             if state:
                 states[callback.state_key] = state
         return states

@@ -49,7 +49,7 @@ def start_state(trainer: "Trainer", saved: Mapping[str, Any] | None) -> None:
         if asked is None and trainer.is_global_zero and restored.replicas > processes:
             log.info(
                 "The run keeps its %d replicas, which take turns on %s, so each step has the same samples as "
-                "before. To change their number, start a new run from the weights (Task.load_from_checkpoint).",
+                "before. To use a different number, start a new run from the weights (Task.load_from_checkpoint).",
                 restored.replicas, counted(processes, "process"),
             )  # fmt: skip
         trainer.saver.run_id = saved.get("run_id") or trainer.saver.run_id
@@ -175,7 +175,7 @@ def _replay(scheduler: Any, optimizer: Any, steps: int) -> list[dict[str, Any]]:
             scheduler.step()
     except ValueError as error:
         raise ConfigError(
-            f"{type(scheduler).__name__} covers fewer than the {steps} steps that the run has already done: "
+            f"{type(scheduler).__name__} covers fewer than the {steps} steps the run has already taken: "
             f"{error}. Set max_epochs and max_steps to at least their earlier values."
         ) from error
     settings = []
@@ -239,8 +239,8 @@ def find_changes(
     is_mid_epoch = state.epoch_steps > 0 and not state.epoch_ended
     if is_mid_epoch and not is_done and changes.samples and trainer.resume_at == "step" and run.resumes_same_run:
         raise ConfigError(
-            f"The checkpoint is in the middle of epoch {state.epoch} (after step {state.epoch_steps}), and the "
-            f"samples of a step have changed: {_list_changes(changes.samples)}. Undo these changes, set "
+            f"The checkpoint was saved in the middle of epoch {state.epoch} (after step {state.epoch_steps}), and the "
+            f"samples in each step have changed: {_list_changes(changes.samples)}. Undo these changes, set "
             f"trainer.resume_at=epoch to end this epoch and start the next, or start a new run with resume=PATH."
         )
     allowed = ("reproducible", fingerprint.LEFT_OUT_SAMPLES)
@@ -271,7 +271,7 @@ def log_changes(trainer: "Trainer", changes: Changes, rates: Sequence[SettingCha
     state, lines = trainer.state, ["The run resumes with settings that differ from the checkpoint."]
     if changes.samples:
         at = f"; epoch {state.epoch} ends here, after {state.epoch_steps} steps" if changes.end_epoch else ""
-        lines.append(f"New values that change the samples of a step: {_list_changes(changes.samples)}{at}.")
+        lines.append(f"New values that change the samples in each step: {_list_changes(changes.samples)}{at}.")
     if changes.changed:
         lines.append(f"New values: {_list_changes([*changes.changed, *rates])}.")
     if changes.restored:

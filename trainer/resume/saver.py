@@ -107,7 +107,7 @@ class Saver:
                 raise ConfigError(str(error)) from error
             if is_new and any(not find.is_checkpoint_of(self.run_id, path) for path in find.checkpoints_in(folder)):
                 raise ConfigError(
-                    f"Checkpoint: dirpath {str(folder)!r} contains checkpoints of another run, which this run would "
+                    f"Checkpoint: dirpath {str(folder)!r} contains checkpoints from another run, which this run would "
                     f"overwrite. Resume that run, choose another folder, or omit dirpath to use the run directory."
                 )
 
@@ -234,7 +234,7 @@ class Saver:
         if run.stage != "fit" or not run.is_complete or not trainer.global_step:
             return False
         if trainer.world_size > 1:
-            log.warning("%s was not saved after the error: a save needs all processes, and some may have failed.", path)
+            log.warning("%s was not saved after the error: saving needs all processes, and some may have failed.", path)
             return False
         run.preemption.leave_evaluation()
         # In the middle of a step its gradients and logged values are dropped, because a resumed run repeats the step

@@ -117,14 +117,14 @@ def is_held(folder: Path) -> bool:
 
 def log_wait(folder: object, holder: dict[str, Any], seconds: float) -> None:
     """Log that the run is waiting to see whether the holder of a folder's lock is alive."""
-    log.info("%s is locked by %s. Waiting up to %g s to see whether it is alive.", folder, describe(holder), seconds)
+    log.info("%s is locked by %s. Waiting up to %g s to see if it is alive.", folder, describe(holder), seconds)
 
 
 def refusal(folder: object, holder: dict[str, Any]) -> str:
     """Return an error message, with advice, for a folder that another run is using."""
     return (
-        f"{folder} is in use by {describe(holder)}; nothing was changed. Wait until it ends, or end it. To start a "
-        f"separate run, set another run.name or leave resume out."
+        f"{folder} is in use by {describe(holder)}; nothing was changed. Wait for it to end, or stop it. To start a "
+        f"separate run, set another run.name or omit resume."
     )
 
 

@@ -283,7 +283,7 @@ class StoredRun:
             return "best" if best == candidates[0] else "best complete", best
         if self.word == "best" and not candidates:
             raise CheckpointError(
-                f"There is no best checkpoint in {newest.parent}: {INDEX} contains no value of a monitored metric. Set "
-                f"checkpoint=last or checkpoint=PATH."
+                f"There is no best checkpoint in {newest.parent}: {INDEX} contains no values for a monitored metric. "
+                f"Set checkpoint=last or checkpoint=PATH."
             )
         return "last", newest
