@@ -127,15 +127,16 @@ def pickled_by_value() -> Iterator[frozenset[str]]:
             cloudpickle.unregister_pickle_by_value(module)
 
 
-_MAIN = "__main__", "__mp_main__"
+_IN_EACH_PROCESS = "__main__", "__mp_main__", __name__.partition(".")[0]
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 
 def _module_files() -> dict[str, str]:
-    """Return the files of all modules that are not installed, except the script itself, keyed by module name."""
+    """Return the files of all modules that are not installed, except the script and Legato, keyed by module name."""
     # a list, because reading an attribute may import more modules; an alias is checked under the real name
-    named = {name: module for name, module in list(sys.modules.items()) if getattr(module, "__name__", None) == name}
-    files = {name: getattr(module, "__file__", None) or "" for name, module in named.items() if name not in _MAIN}
+    modules = [(name, module) for name, module in list(sys.modules.items()) if getattr(module, "__name__", "") == name]
+    others = [(name, module) for name, module in modules if name.partition(".")[0] not in _IN_EACH_PROCESS]
+    files = {name: getattr(module, "__file__", None) or "" for name, module in others}
     return {name: file for name, file in files.items() if file and not file.startswith(_INSTALLED)}
 
 
@@ -189,12 +190,8 @@ def modules_beside_script() -> list[str]:
     file = getattr(sys.modules["__main__"], "__file__", None)
     if file is None:
         return []
-    folder, package = str(Path(file).resolve().parent) + os.sep, __name__.partition(".")[0]
-    return [
-        name
-        for name, path in _module_files().items()
-        if path.startswith(folder) and name.partition(".")[0] != package and _is_importable(name, path)
-    ]
+    folder = str(Path(file).resolve().parent) + os.sep
+    return [name for name, path in _module_files().items() if path.startswith(folder) and _is_importable(name, path)]
 
 
 class Settings:
