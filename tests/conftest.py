@@ -23,9 +23,10 @@ from legato.trainer.processes import launch
 
 torch.set_num_threads(1)
 # What workers import of tests: once, in the server they are forked from, instead of in each of them. Of torchmetrics
-# only the slow part: when it is imported, it looks up which rank it is in.
+# only the slow parts: when it is imported, it looks up which rank it is in.
 launch.PRELOAD += [
     "legato.trainer.setup.start",
+    "matplotlib.pyplot",
     "pytest",
     "scipy.signal",
     "tensorboard.summary.writer",

@@ -5,10 +5,9 @@ the order of epoch 0: a job that is preempted repeatedly sees the same part of t
 """
 
 import json
-import subprocess
-import sys
 
 import pytest
+from forked import completed, run_program
 
 pytestmark = pytest.mark.slow
 
@@ -67,9 +66,7 @@ def test_the_first_epoch_after_a_resume_has_its_own_order(tmp_path, package):
 
     def orders(name, epochs, source=""):
         words = [package, str(tmp_path), name, str(epochs), source]
-        done = subprocess.run(
-            [sys.executable, str(script), *words], capture_output=True, text=True, timeout=300, check=False
-        )
+        done = completed(run_program, str(script), *words, timeout=300)
         assert done.returncode == 0, done.stderr[-3000:]
         return json.loads((tmp_path / name).read_text())
 

@@ -205,9 +205,9 @@ def test_what_a_user_has_chosen_stays(folder):
 def test_all_ranks_pause_at_the_same_steps(tmp_path):
     def work():
         task = Littering(objects=10, pause=0.01)
-        often(0.1)
+        often(0.2)
         options = {"strategy": "ddp", "devices": 2, "log_every_n_steps": 5}
-        made = make_trainer(tmp_path, **options, max_epochs=6)
+        made = make_trainer(tmp_path, **options, max_epochs=3)
         made.fit(task, make_loader(80))
         mine = torch.zeros(made.global_step + 1)
         mine[[step for _, step, ours in task.places if ours]] = 1
