@@ -125,7 +125,7 @@ def test_a_group_of_the_script_is_joined(ranks, name):
         ("more devices", ("has 2 processes", "devices=3", "request 3", "cluster=off")),
         ("two nodes", ("has 2 processes", "devices=2 and num_nodes=2 request 2 processes per node on 2 nodes")),
         ("one device", ("has 2 processes", "devices=1", "request 1")),
-        ("single", ("'single' runs in one process", "this run has 2", "cluster=off")),
+        ("single", ("strategy=single runs in one process", "this run has 2", "cluster=off")),
         ("elastic", ("elastic", "do not initialize a process group")),
         ("rpc", ("ddp_rpc creates separate process groups",)),
         ("backend", ("process_group_backend='nccl'", "gloo for cpu")),
