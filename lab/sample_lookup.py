@@ -92,7 +92,7 @@ class SampleLookup:
     def at(self, step: int) -> StepInput:
         """Return the sample indices of each replica in a step or, for a stream, the batch numbers. No data is loaded.
 
-        Raises DataError if a sampler returns a different order each time, so that the run's order is unknown.
+        Raises DataError if a sampler returns a different order each time. The run's order is then unknown.
         """
         place = self.place(step)
         data = self.data(step, place.epoch)

@@ -40,8 +40,8 @@ def begin(trainer: "Trainer", request: Request) -> Iterator[Run]:
     """
     if trainer.running:
         raise TaskError(
-            f"{request.stage} was called during {trainer.stage} of the same Trainer. Call it after {trainer.stage} "
-            f"returns. To validate during fit, set val_check_interval and check_val_every_n_epoch."
+            f"{request.stage} was called while the same Trainer was running {trainer.stage}. Call it after "
+            f"{trainer.stage} returns. To validate during fit, set val_check_interval and check_val_every_n_epoch."
         )
     check_task(trainer, request.task, request)
     trainer.command["fit"] += request.stage == "fit"  # a replay of a script uses this count to identify its fits

@@ -164,7 +164,7 @@ class AcceleratorConnector:
         raise UnsupportedError("The Trainer creates the strategy. Choose one with Trainer(strategy='ddp').")
 
     def _check_and_init_precision(self) -> Any:  # private in Lightning; packages override it
-        raise UnsupportedError("The Trainer creates the precision. Choose one with Trainer(precision='bf16-mixed').")
+        raise UnsupportedError("The Trainer creates its own precision plugin. Set Trainer(precision='bf16-mixed').")
 
 
 def register_classes(registry: Any, method: str, module: ModuleType, parent: type) -> None:

@@ -124,7 +124,7 @@ def test_a_complex_number_is_no_value_to_log(play):
 @pytest.mark.parametrize("stage", ["fit", "validate"])
 def test_a_run_within_a_run_of_the_same_trainer_is_refused(play, stage):
     task = Logs(lambda task, loss: getattr(task.trainer, stage)(task, make_loader()))
-    with pytest.raises(TaskError, match=f"{stage} was called during fit of the same Trainer"):
+    with pytest.raises(TaskError, match=f"{stage} was called while the same Trainer was running fit"):
         play(task)
     play(Validated())
 

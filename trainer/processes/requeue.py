@@ -22,7 +22,7 @@ def requeue_job(number: int) -> None:
     """
     job = slurm_job()
     if job is None:
-        log.warning("requeue=true: this is not a SLURM job (SLURM_JOB_ID is not set), so nothing is requeued.")
+        log.warning("requeue=true: this is not a SLURM job (SLURM_JOB_ID is not set), so nothing will be requeued.")
         return
     if number == signal.SIGTERM:
         # RUNNING: the job is preempted. CANCELLED, TIMEOUT and COMPLETING are final.

@@ -109,8 +109,8 @@ class DDPModelParallelStrategy(DDPStrategy):
             near = " or ".join(str(count * size) for count in (processes, processes + 1) if count)
             raise ConfigError(
                 f"strategy=ddp_model_parallel gives each process devices_per_replica={size} devices, but "
-                f"trainer.devices has {len(devices)} = {processes} x {size} + {rest}. Use {near} devices. On the CPU, "
-                f"you can use any number of devices."
+                f"trainer.devices lists {len(devices)} ({processes} x {size} + {rest}). Use {near} devices. On the "
+                f"CPU, you can use any number of devices."
             )
         return [list(devices[first : first + size]) for first in range(0, len(devices), size)]
 
