@@ -336,7 +336,7 @@ def returns(make):
 BAD = [
     (Chain, 3, {}, r"trainer.devices lists 3 \(1 x 2 \+ 1\). Use 2 or 4 devices"),
     (Chain, 1, {}, r"trainer.devices lists 1 \(0 x 2 \+ 1\). Use 2 devices\."),
-    (Chain, 4, {"devices_per_replica": 3}, r"has 4 = 1 x 3 \+ 1. Use 3 or 6 devices"),
+    (Chain, 4, {"devices_per_replica": 3}, r"lists 4 \(1 x 3 \+ 1\). Use 3 or 6 devices"),
     (Chain, 2, {"devices_per_replica": 1}, "expected devices_per_replica >= 2, got 1"),
     (Chain, 2, {"split": [3, 5]}, r"3 \+ 5 = 8 blocks, but the task has 7: net.0, .*net.6"),
     (Chain, 2, {"split": [3, 2, 2]}, "has 3 numbers for 2 parts"),

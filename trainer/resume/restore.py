@@ -317,9 +317,7 @@ def load_rest(trainer: "Trainer", saved: Mapping[str, Any], resumes: bool) -> No
         try:
             state_dicts.load_optimizer(optimizer, state)
         except ValueError as error:
-            raise CheckpointError(
-                f"The checkpoint's {type(optimizer).__name__} state does not match: {error}"
-            ) from error
+            raise CheckpointError(f"The state of {type(optimizer).__name__} does not match: {error}") from error
         # otherwise a learning rate scheduler warns if the resumed run starts with the end of an epoch
         mark_stepped(optimizer, trainer.global_step > 0)
     log_changes(trainer, changes, load_schedulers(trainer, saved, before, replays))
