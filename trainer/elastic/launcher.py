@@ -1,4 +1,4 @@
-"""Launcher of an elastic run. It monitors the workers, replaces workers that die, and chooses the next generation."""
+"""Launcher for an elastic run. It monitors the workers, replaces those that die, and chooses the next generation."""
 
 import itertools
 import logging

@@ -1,4 +1,4 @@
-"""Membership of a process in an elastic run. The process detects changes and continues with the new members.
+"""A process's membership in an elastic run. The process detects changes and continues with the new members.
 
 A broken connection or a new generation interrupts the loop. The process then joins the group of the latest generation,
 adopts the latest state, and continues as if it had resumed mid-epoch.
@@ -52,7 +52,7 @@ class MembershipChanged(Exception):
 
 
 class ElasticMembership(Membership):
-    """Membership of this process in an elastic run.
+    """This process's membership in an elastic run.
 
     Used as a context manager, it recovers from broken connections and switches to new generations.
     """
@@ -105,7 +105,7 @@ class ElasticMembership(Membership):
         return self.place
 
     def adopt_settings(self) -> None:
-        """Adopt the number of replicas and the run directory of the run this process joins."""
+        """Adopt the number of replicas and the run directory of the run this process is joining."""
         trainer = self.trainer
         if self.joins:  # the launcher assigns the directory, as rank 0 no longer broadcasts it
             trainer.replicas, trainer.run_dir = self.replicas, trainer.assigned_dir

@@ -66,7 +66,7 @@ class SharedMetrics(Metrics):
         self.exchanges = 0
 
     def open(self, stage: str, fresh: bool = True, loaders: int = 1) -> None:
-        """Start logging values of `stage`. If `fresh` is True, drop earlier values of the stage."""
+        """Start logging values for `stage`. If `fresh` is True, drop the stage's earlier values."""
         super().open(stage, fresh, loaders)
         if fresh and stage == "train":
             self.unshared = []
@@ -103,12 +103,12 @@ class SharedMetrics(Metrics):
 
     # --- exchanges --------------------------------------------------------------------------------------------------
     def share_step(self) -> None:
-        """Exchange the values of the current step among all ranks before the weights are updated.
+        """Exchange the current step's values among all ranks before the weights are updated.
 
         All ranks must call this.
 
-        Because of this exchange, no values from a finished step are lost if a rank dies. Values that are logged later
-        in the step are sent with the next step or at the next logging point.
+        Because of this exchange, no values from a finished step are lost if a rank dies. Values logged later in the
+        step are sent with the next step's values or at the next logging point.
         """
         self._share((), names=True)
 
@@ -175,7 +175,7 @@ class SharedMetrics(Metrics):
         return [(series, total(series.kind, series.step)) for series in self.with_values_of_step()]
 
     def gather_epoch(self) -> dict[Series, Sums]:
-        """Return all series of the epoch with their sums over all replicas. All ranks must call this."""
+        """Return all of the epoch's series with their sums over all replicas. All ranks must call this."""
         if self.stage == "train":
             self._share(())
         return super().gather_epoch()

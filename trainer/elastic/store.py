@@ -40,7 +40,7 @@ class ElasticWorker:
 
     @property
     def joins(self) -> bool:
-        """True if this worker joins a run in progress."""
+        """True if this worker is joining a run in progress."""
         return self.replicas is not None
 
 

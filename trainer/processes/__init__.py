@@ -1,1 +1,1 @@
-"""Processes of a run: ranks, rendezvous, workers, agreement between ranks, signals and hang reports."""
+"""A run's processes: ranks, rendezvous, workers, agreement between ranks, signals and hang reports."""

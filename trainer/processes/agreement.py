@@ -19,8 +19,8 @@ class Agreement:
     """Lets the ranks of a run agree, about once a second, on whether to stop.
 
     At each agreement, the ranks also choose the step at which they will next agree, and do not communicate in between.
-    During an evaluation, the ranks agree after a round of batches. Ranks without batches in the last rounds take part
-    until all ranks are done.
+    During an evaluation, the ranks agree after a round of batches. Ranks without batches in the last rounds keep taking
+    part until all ranks are done.
     """
 
     def __init__(self, ranks: Ranks, step: int, elapsed: float) -> None:
@@ -58,7 +58,7 @@ class Agreement:
 
         Args:
             wants_stop: whether this rank requests a stop.
-            signal: the signal that this rank has received, or 0.
+            signal: the signal this rank received, or 0.
 
         After a signal, the ranks agree again after the next step.
         """
@@ -94,17 +94,17 @@ class Agreement:
         return time.monotonic() - self._started
 
     def agree_next(self) -> None:
-        """Schedule the next agreement immediately after the current step or round if the run has a single process."""
+        """If the run has a single process, schedule the next agreement right after the current step or round."""
         if self.ranks.size == 1:
             self.next_step = self.next_round = 0
 
     def begin_evaluation(self) -> None:
-        """Restart the round count for a new evaluation. The interval of the previous evaluation is reused."""
+        """Restart the round count for a new evaluation. The previous evaluation's interval is reused."""
         self.next_round = self._rounds_between
         self._round_met_at, self._round_met = time.monotonic(), 0
 
     def agree_in_evaluation(self, rounds: int, done: bool, signal: int) -> bool:
-        """Agree after `rounds` rounds of an evaluation, or when this rank is `done`. Return whether all ranks are."""
+        """Agree after `rounds` evaluation rounds, or when this rank is `done`. Return whether all ranks are done."""
         now = time.monotonic()
         pace = (rounds - self._round_met) / max(now - self._round_met_at, 1e-6)
         progress = (0.0, 0.0) if done else (pace, float(rounds))
@@ -155,7 +155,7 @@ class GarbageCollector:
         """Collect garbage if enough time has passed.
 
         Args:
-            elapsed: elapsed time of the run in seconds, equal on every rank.
+            elapsed: elapsed time of the run in seconds, the same on every rank.
         """
         # The times depend only on `elapsed`, so that a rank that joins later collects at the same time as the others.
         # The first collection is delayed because it would slow down short runs and would freeze tensors of a notebook's

@@ -1,4 +1,4 @@
-"""Connections of the process groups: the TCP sockets that are opened while the groups are being created.
+"""Connections of process groups: the TCP sockets opened while the groups are being created.
 
 gloo takes 10 ms to close each of a group's sockets, one after another. If a rank dies, a waiting rank learns of this
 only after the neighbor that is waiting for the dead rank has closed its sockets. For n ranks, this would take 5 n² ms
@@ -21,7 +21,7 @@ def noting(*, more: bool = False) -> Iterator[None]:
     """Record the connections opened in this context. Does nothing if the system does not list a process's open files.
 
     Args:
-        more: whether to keep earlier records, for example if a group is created in addition to the default group.
+        more: whether to keep earlier records, for example when a group is created in addition to the default group.
     """
     before = _connected()
     yield

@@ -67,7 +67,7 @@ def _ranks_of(strategy: Any, group: Any) -> Ranks:
 
 
 def _refuse_in_step(run: Any, size: int, sync_grads: bool) -> None:
-    """Raise TaskError if a step calls all_gather while some of the `size` ranks are not running this step."""
+    """Raise TaskError if a step calls all_gather while some of the `size` ranks are not running that step."""
     if not run.loop.open or not (run.metrics.in_step and run.metrics.in_batch):
         return
     doing, strategy, option = run.loop.doing, run.strategy, "with sync_grads=True " if sync_grads else ""
@@ -95,7 +95,7 @@ def _refuse_in_step(run: Any, size: int, sync_grads: bool) -> None:
 
 
 def _all_take_part(run: Any) -> bool:
-    """Return whether all ranks have a batch in this step and, as far as is known, in all later steps."""
+    """Return whether all ranks have a batch for this step and, as far as is known, for all later steps."""
     if run.loop.doing == "train":
         return run.training_data.is_even and run.loop.step is not None and run.loop.step.is_full
     data = run.data.evaluations["validation" if run.loop.doing == "sanity_check" else run.loop.doing]

@@ -129,7 +129,7 @@ class Watchdog:
     """Monitors this process's progress during a run, from a thread that starts before the rendezvous."""
 
     def __init__(self, trainer: "Trainer", loop: Any, metrics: Any) -> None:
-        """Prepare to watch a run.
+        """Prepare to monitor a run.
 
         Args:
             loop: object with this process's current stage (`doing`) and latest step (`step`).
@@ -182,7 +182,7 @@ class Watchdog:
         self.stacks.close()
 
     def begin(self) -> None:
-        """Mark the end of startup, after which `hang_timeout` applies on all ranks."""
+        """Mark the end of startup, after which `hang_timeout` applies to all ranks."""
         self.begun = True
         with suppress(RuntimeError):  # connect while all ranks exist: in a short run the thread may be too late
             self._connect()
@@ -279,7 +279,7 @@ class Watchdog:
     def require_all_leave(self, batch_idx: int) -> None:
         """Wait until every rank leaves the epoch at this step. Raises DisagreementError if a rank continues.
 
-        A rank that continues will wait for the others in its backward pass, and its watchdog writes this to the board.
+        A rank that continues will wait for the others in its backward pass, and its watchdog reports this on the board.
         """
         notes, waiting = self._wait_for_all("leave", "left")
         if waiting:
@@ -434,7 +434,7 @@ class Watchdog:
         return message, is_first
 
     def _message(self, positions: Mapping[int, Position | None], head: str) -> str:
-        """Return a message with each rank's position, the ranks that block the others, and the paths of the stacks."""
+        """Return a message with each rank's position, the ranks blocking the others, and where to find the stacks."""
         ranks_by_text: dict[str, list[int]] = {}
         for rank, position in positions.items():
             text = "is not responding: it was suspended, has exited, has no network, or is holding the interpreter lock"
@@ -477,7 +477,7 @@ def name_ranks(ranks: list[int]) -> str:
 def first_failure(error: BaseException, board: Board) -> BaseException:
     """Return the error to raise on this rank if no Legato launcher collects the failures.
 
-    If this rank only lost its connection to another rank, the result is a WorkerError that identifies the first rank
+    If this rank merely lost its connection to another rank, the result is a WorkerError that identifies the first rank
     that failed. Otherwise, the result is the rank's own error, which is written to the board if it is the first.
     """
     is_end = isinstance(error, SystemExit) and error.code in (None, 0, RESUME_ME, INTERRUPTED)

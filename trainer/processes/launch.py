@@ -89,7 +89,7 @@ def launch_workers(
     seconds ends itself or is killed. A second Ctrl-C ends all workers immediately. This function returns only after all
     workers have exited.
 
-    Raises the exception of the first worker that failed. Its cause is a WorkerError with the worker's traceback. If the
+    Raises the exception of the first worker to fail. Its cause is a WorkerError with the worker's traceback. If the
     exception cannot be unpickled, raises only the WorkerError. Raises SystemExit(75) if the workers asked to be
     resumed, and KeyboardInterrupt after Ctrl-C.
     """
@@ -263,7 +263,7 @@ class WorkerGroup:
             worker.send(number)
 
     def watch(self) -> None:
-        """Wait until all workers have exited. End the remaining workers if one fails, or some time after Ctrl-C."""
+        """Wait until all workers have exited. End the remaining workers if one fails, or a while after Ctrl-C."""
         is_killed = False
         while self._is_running():
             # returns as soon as a process ends
@@ -309,7 +309,7 @@ class WorkerGroup:
         return min(due_at, first.when + (_RESUME_GRACE if first.interrupted else _CAUSE_WAIT))
 
     def _kill_unresponsive(self) -> None:
-        """After dumping their stacks, kill workers that neither exit after a signal nor touch their alive files."""
+        """Dump the stacks of workers that neither exit after a signal nor touch their alive files, then kill them."""
         if time.monotonic() < self._relay.due_at + _ALIVE_TIMEOUT:
             return
         unresponsive = [worker for worker in self.running if not worker.is_responsive()]
@@ -530,7 +530,7 @@ def run_workers(
 
 
 def find_node(nodes: int) -> tuple[int, str, int]:
-    """Return the rank of this machine among `nodes`, and the host and port of their store (0: any port).
+    """Return the rank of this machine among `nodes`, and the host and port of their store (port 0 means any port).
 
     Raises ConfigError if the environment variables are missing.
     """

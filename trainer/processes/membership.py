@@ -1,4 +1,4 @@
-"""Membership of a process in a run. `elastic/` has the variant for runs whose processes may die and be replaced."""
+"""A process's membership in a run. `elastic/` contains the variant for runs whose processes may die and be replaced."""
 
 from collections.abc import Callable
 from types import TracebackType
@@ -8,7 +8,7 @@ from ...base.place import Place
 
 
 class RunFinished(Exception):
-    """Raised in a process that is waiting to join a run if the run ends first."""
+    """Raised in a process that is waiting to join a run when the run ends first."""
 
 
 class Membership:
@@ -22,7 +22,7 @@ class Membership:
         return place
 
     def adopt_settings(self) -> None:
-        """Before setup, adopt the settings of the run this process joins."""
+        """Before setup, adopt the settings of the run this process is joining."""
 
     def check_members(self) -> None:
         """Leave the training loop if the ranks have agreed on a new generation of processes."""

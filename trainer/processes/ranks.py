@@ -1,4 +1,4 @@
-"""Ranks: the processes of a group, with their collectives and timeouts.
+"""Ranks: the processes in a group, with their collectives and timeouts.
 
 All ranks must call collectives in the same order.
 """

@@ -1,4 +1,4 @@
-"""Rendezvous of the ranks at a store, with errors that list missing and duplicate ranks."""
+"""Rendezvous of the ranks through a store, with errors that list missing and duplicate ranks."""
 
 import atexit
 import errno
@@ -56,7 +56,7 @@ LEAVE_SECONDS = 20.0
 
 
 def find_store(place: Place, timeout: timedelta, init_method: str | None = None) -> "tuple[str, Store]":
-    """Return the address of the rendezvous, and an empty store there that all ranks have joined.
+    """Return the rendezvous address and an empty store at that address, which all ranks have joined.
 
     Raises ConfigError if the address is in use or unknown, if nothing responds within `timeout`, or if ranks are
     missing or duplicate. The error lists missing and duplicate ranks.
@@ -204,7 +204,7 @@ def _open_store(address: Rendezvous, rank: int, world_size: int, timeout: timede
 
 
 def host_store(host: str, port: int, one_node: bool) -> "Store":
-    """Serve a store on `port` (0: any free port) of `host`, or on all interfaces if `host` cannot be bound."""
+    """Serve a store on `port` (0 means any free port) of `host`, or on all interfaces if `host` cannot be bound."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     try:

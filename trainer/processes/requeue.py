@@ -43,7 +43,7 @@ def requeue_job(number: int) -> None:
 
 
 def requeue_early(number: int, wanted: bool) -> None:
-    """If `wanted`, requeue the job on rank 0 after a signal that arrives before there is anything to save."""
+    """If `wanted`, requeue the job from rank 0 after a signal that arrives before there is anything to save."""
     if wanted and number != signal.SIGINT and current_rank() == 0:
         requeue_job(number)
 

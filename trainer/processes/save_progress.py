@@ -1,4 +1,4 @@
-"""Progress of this process's saves, which lets the signal watch distinguish a slow save from a stuck one."""
+"""Tracks the progress of this process's saves, so that the signal watch can tell a slow save from a stuck one."""
 
 import threading
 import time
@@ -18,7 +18,7 @@ class SaveProgress:
 
     @contextmanager
     def save(self) -> Iterator[None]:
-        """Register the code in this context as a save in progress."""
+        """Count a save as in progress for the duration of this context."""
         self._change(1)
         try:
             yield

@@ -26,7 +26,7 @@ END_SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP
 def handling_end_signals(handler: Callable[[int], None], watch: "SignalWatch | None" = None) -> Iterator[None]:
     """Call `handler` for signals that ask this process to end. Does nothing outside the main thread.
 
-    `watch` ends the process if it does not respond to a signal. If `watch` is None, the watch of an outer context is
+    `watch` ends the process if it does not respond to a signal. If `watch` is None, the outer context's watch is
     suspended.
 
     Signals that were already ignored, such as SIGINT in a shell's background job, remain ignored. Forked children use
@@ -62,12 +62,12 @@ def handling_end_signals(handler: Callable[[int], None], watch: "SignalWatch | N
 
 
 def raise_for_signal(number: int) -> None:
-    """Raise KeyboardInterrupt for Ctrl-C, and SystemExit(75) for any other signal. Used if there is nothing to save."""
+    """Raise KeyboardInterrupt for Ctrl-C, or SystemExit(75) for other signals. Used when there is nothing to save."""
     raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(RESUME_ME)
 
 
 def exit_at_once(number: int) -> None:
-    """Exit without cleanup. Used if there is nothing to save and exceptions may be swallowed, as during imports."""
+    """Exit without cleanup. Used when there is nothing to save and exceptions may be swallowed, as during imports."""
     if number != signal.SIGINT:
         name = signal.Signals(number).name
         os.write(2, f"{name}: no training had started. Exit code {RESUME_ME} requests a restart.\n".encode())

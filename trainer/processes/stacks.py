@@ -1,4 +1,4 @@
-"""Summarizes a stack as the user's line of code, or as the collective in which its thread waits for other ranks."""
+"""Summarizes a stack as the user's line of code, or as the collective where its thread is waiting for other ranks."""
 
 import faulthandler
 import multiprocessing
@@ -69,7 +69,7 @@ def stack_of(thread: int) -> list[Frame]:
 
 
 def stack_of_error(error: BaseException) -> list[Frame]:
-    """Return the stack where an error was raised, innermost frame first."""
+    """Return the stack at the point where an error was raised, innermost frame first."""
     frames = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     return [Frame(code.co_filename, line, code.co_name) for code, line in reversed(frames)]
 

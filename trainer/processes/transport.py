@@ -1,7 +1,7 @@
 """Sends functions, results and exceptions with tracebacks between a process and its workers, using cloudpickle.
 
-The pickled files are in a private folder and are read within seconds by a process of the same user and run. The folder
-is then removed, so no pickled data is kept.
+The pickled files are in a private folder and are read within seconds by a process that belongs to the same user and
+run. The folder is then removed, so no pickled data is kept.
 """
 
 import io
@@ -101,7 +101,7 @@ def pack(content: Any, named: frozenset[str] = frozenset(), placed: frozenset[st
 
 
 def unpack(path: Path, index: int = 0) -> Any:
-    """Return the object at position `index` in a file packed by a process of this run."""
+    """Return the object at position `index` in a file packed by one of this run's processes."""
     with path.open("rb") as file:
         for _ in range(index):
             pickle.load(file)
@@ -110,7 +110,7 @@ def unpack(path: Path, index: int = 0) -> Any:
 
 @contextmanager
 def pickled_by_value() -> Iterator[frozenset[str]]:
-    """In this context, pickle by value the objects of modules that workers cannot import. Yields these modules' names.
+    """In this context, pickle by value the objects of modules workers cannot import. Yields the modules' names.
 
     These modules are the caller's script or notebook, and modules that a tool loaded from a file (as in pytest's
     importlib mode).
@@ -185,7 +185,7 @@ def modules_beside_script() -> list[str]:
     """Return the modules that the script imported from its own folder, in import order.
 
     A worker must also import modules that the script imports only for their side effects, such as registration.
-    Modules that are sent by value are left out.
+    Modules sent by value are excluded.
     """
     file = getattr(sys.modules["__main__"], "__file__", None)
     if file is None:

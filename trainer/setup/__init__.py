@@ -1,4 +1,4 @@
-"""Setup of a call to fit, validate, test or predict, in order.
+"""Setup for a call to fit, validate, test or predict, in order.
 
 checks, parts    before anything starts: check arguments and task, create strategy, loggers and callbacks
 join, directory  connect the processes; rank 0 chooses the run directory and the checkpoint

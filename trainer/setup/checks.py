@@ -64,7 +64,7 @@ def check_arguments(trainer: "Trainer") -> None:
 
 
 def _shorten(trainer: "Trainer", batches: int) -> None:
-    """Set the arguments for fast_dev_run: a few batches of each stage, without output files."""
+    """Set the arguments for fast_dev_run: a few batches per stage, and no output files."""
     for name in LIMITS[:4]:
         setattr(trainer, name, batches)
     trainer.max_epochs, trainer.max_steps, trainer.num_sanity_val_steps = 1, batches, 0

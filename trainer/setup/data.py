@@ -262,7 +262,7 @@ def require_length(loader: Any, name: str, limit: int | float) -> None:
 
 
 def origin_of_shares(call: Call, source: TrainingData, begun: Mapping[str, Any] | None) -> str:
-    """Return why each process's training loader is assumed to yield its own share, or "" if Legato distributes it.
+    """Return why each process's training loader is assumed to yield its own shard, or "" if Legato does the sharding.
 
     Args:
         begun: the samples section of the checkpoint's fingerprint, if the run resumes.
@@ -283,7 +283,7 @@ def origin_of_shares(call: Call, source: TrainingData, begun: Mapping[str, Any] 
 
 
 def shares_of_evaluation(call: Call, loaders: Sequence[Any]) -> set[int]:
-    """Return the indices of evaluation loaders whose DistributedSamplers yield a separate share in each process."""
+    """Return the indices of evaluation loaders whose DistributedSamplers yield a different shard in each process."""
     shares = {index for index, loader in enumerate(loaders) if reads_share(loader, call.strategy.data_ranks)}
     for index in shares:
         call.undo.enter_context(unpadded(loaders[index]))
@@ -291,7 +291,7 @@ def shares_of_evaluation(call: Call, loaders: Sequence[Any]) -> set[int]:
 
 
 def require_shares_fit(call: Call, origin: str) -> None:
-    """Raise ConfigError if this run does not support a separate share of the data in each process."""
+    """Raise ConfigError if this run does not support a different shard of the data in each process."""
     replicas, processes = call.state.replicas, call.strategy.data_ranks.size
     if call.strategy.lockstep:
         raise ConfigError(LOCKSTEP)

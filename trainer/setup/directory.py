@@ -1,4 +1,4 @@
-"""The starting point of a call: its run directory, and the checkpoint that it resumes from or loads weights from."""
+"""The starting point of a call: its run directory, and the checkpoint it resumes from or loads weights from."""
 
 import logging
 from collections.abc import Collection
@@ -102,7 +102,7 @@ def weight_names(task: Task) -> set[str]:
 def find_source(trainer: "Trainer", request: Request, damaged: Collection[Location] = ()) -> Start:
     """Return the checkpoint to start from, skipping `damaged` ones, and the run directory to lock if the run resumes.
 
-    This function checks the sizes of the checkpoint's files. Their checksums are checked when the files are read.
+    This function checks the sizes of the checkpoint's files. Their checksums are verified when the files are read.
     """
 
     def check(path: Location) -> bool:
@@ -150,7 +150,7 @@ def with_directory(trainer: "Trainer", request: Request, start: Start) -> Start:
 
 
 def evaluation_directory(trainer: "Trainer", stage: str, source: Location) -> Path | None:
-    """Create an evaluation's directory in the run whose checkpoint it uses: RUN/evaluations/STAGE/version_N.
+    """Create an evaluation's directory inside the run whose checkpoint it uses: RUN/evaluations/STAGE/version_N.
 
     Return None if that run is not inside `default_root_dir`, or if its directory is not writable.
     """
@@ -174,7 +174,7 @@ def folders_elsewhere(trainer: "Trainer", request: Request) -> list[Location]:
 
 
 def named_checkpoint(trainer: "Trainer", name: Any, is_fit: bool) -> Location:
-    """Return the location of a checkpoint, given as a path or as "last" or "best" of the Checkpoint callback."""
+    """Return the location of a checkpoint, given as a path, or as the Checkpoint callback's "last" or "best"."""
     callback = trainer.checkpoint_callback
     last, best = ("", "") if callback is None else (callback.last_model_path, callback.best_model_path)
     if name == "best" and last and not best:

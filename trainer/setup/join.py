@@ -95,7 +95,7 @@ def set_owners(call: Call) -> None:
 
 
 def evaluated_point(call: Call, saved: dict[str, Any] | None) -> tuple[int, int] | None:
-    """Return the step and epoch of the checkpoint being evaluated, or None for a fit or if this trainer has trained."""
+    """Return the evaluated checkpoint's step and epoch, or None for a fit or if this trainer has already trained."""
     if call.stage == "fit" or saved is None or call.state.global_step:
         return None
     return int(saved.get("global_step", 0)), int(saved.get("epoch", 0))

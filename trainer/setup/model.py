@@ -82,7 +82,7 @@ def find_numerics(call: Call, optimization: Optimization) -> dict[str, Any]:
 
 
 def show_checkpoint(call: Call, saved: dict[str, Any]) -> None:
-    """Call the on_load_checkpoint hooks: first the task's, which may convert the contents, then the callbacks'.
+    """Call the on_load_checkpoint hooks: first the task's, which may convert the checkpoint, then the callbacks'.
 
     All hooks see the weights that the trainer loads.
     """

@@ -47,7 +47,7 @@ def record_start(call: Call, source: Location | None = None, evaluated: tuple[in
 
 
 def note_epoch(run: Run) -> None:
-    """Record in the run directory, on rank 0, the step after which an epoch starts."""
+    """On rank 0, record in the run directory the step after which an epoch starts."""
     trainer, state = run.trainer, run.state
     if trainer.is_global_zero and trainer.run_dir is not None:
         run_record.note_epoch(trainer.run_dir, state.epoch, state.global_step - state.epoch_steps)

@@ -60,7 +60,7 @@ def option_names(kind: type[Strategy]) -> list[str]:
 
 
 def alternative(option: str, kind: type[Strategy]) -> str:
-    """Return advice about an option that a strategy class does not have."""
+    """Return advice about an option that a strategy class does not accept."""
     if option in TORCH_OPTIONS:
         return f" {TORCH_OPTIONS[option]}"
     classes = {name: getattr(strategies, home.split(":")[1]) for name, home in STRATEGIES.items()}
@@ -96,7 +96,7 @@ def make_loggers(wanted: Any) -> list[Logger]:
 
 
 def make_callbacks(trainer: "Trainer", wanted: Any) -> list[Callback]:
-    """Return the user's callbacks, followed by those that other Trainer arguments add."""
+    """Return the user's callbacks, followed by those added by other Trainer arguments."""
     from ... import callbacks as classes
 
     callbacks = list(wanted) if isinstance(wanted, (list, tuple)) else [wanted] if wanted is not None else []
@@ -132,7 +132,7 @@ def make_callbacks(trainer: "Trainer", wanted: Any) -> list[Callback]:
 
 
 def with_callbacks_of(task: Task, callbacks: list[Callback]) -> list[Callback]:
-    """Return the trainer's and the task's callbacks. The task's callbacks replace the trainer's of the same class.
+    """Return the trainer's and the task's callbacks. The task's callbacks replace trainer callbacks of the same class.
 
     Checkpoint callbacks come last.
     """

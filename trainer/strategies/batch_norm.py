@@ -80,14 +80,14 @@ class Synced(BATCH_NORM):  # type: ignore[misc]
 def synced(kind: Any, base: Any = Synced) -> Any:
     """Return a subclass of `kind` and `base` that computes statistics over all ranks and has the name of `kind`.
 
-    `kind` precedes `base` in the method resolution order. An overridden forward therefore still runs, and its call to
-    `super().forward` is synchronized.
+    `kind` precedes `base` in the method resolution order. As a result, an overridden forward still runs, and its call
+    to `super().forward` is synchronized.
     """
     return type(kind.__name__, (kind, base), {"__doc__": kind.__doc__, "__module__": kind.__module__})
 
 
 def synchronize(task: nn.Module, device: torch.device, group: dist.ProcessGroup) -> Callable[[], None]:
-    """Synchronize every batch norm in the task across the ranks of `group`. Return a function that restores them."""
+    """Synchronize every batch norm layer in the task across the ranks of `group`. Return a function to undo this."""
     norms: list[tuple[Any, Any]] = [(norm, type(norm)) for norm in task.modules() if isinstance(norm, BATCH_NORM)]
     norms = [(module, kind) for module, kind in norms if not issubclass(kind, nn.SyncBatchNorm)]
     base = Synced if device.type == "cpu" else nn.SyncBatchNorm

@@ -16,7 +16,7 @@ Values = list[Tensor | None]
 
 
 class ReplicaBuffers:
-    """Starts every replica of a step with the same buffers, and keeps the buffers of the first replica.
+    """Starts every replica of a step with the same buffers, and keeps the first replica's buffers.
 
     At the end of a step, rank 0 broadcasts its buffers. All ranks then have the buffers of replica 0, regardless of
     the number of processes.

@@ -55,9 +55,9 @@ class DDPStrategy(GroupStrategy):
 
         Args:
             elastic: whether to replace processes that die and continue the run.
-            timeout: seconds that a rank waits for other ranks, or a mapping from phases ("startup", "step" and
+            timeout: number of seconds a rank waits for other ranks, or a mapping from phases ("startup", "step" and
                 "checkpoint") to seconds.
-            process_group_backend: backend of the process group; by default, nccl on CUDA and gloo otherwise.
+            process_group_backend: backend for the process group; by default, nccl on CUDA and gloo otherwise.
         """
         super().__init__(process_group_backend, init_method, timeout)
         self.module_options: dict[str, Any] = {
@@ -113,7 +113,7 @@ class DDPStrategy(GroupStrategy):
         super().place_task(task)
 
     def _sync_batch_norm(self, task: "Task") -> None:
-        """If `sync_batchnorm` is set, synchronize batch norm's statistics over all processes until `teardown`."""
+        """If `sync_batchnorm` is set, synchronize batch norm statistics over all processes until `teardown`."""
         trainer, replicas = task.trainer, self.layout.replicas
         fits = replicas == self.data_ranks.size > 1 and trainer.stage == "fit"
         if not trainer.sync_batchnorm or not fits or self.elastic or trainer.reproducible == "bitwise":
@@ -266,7 +266,7 @@ class DDPSteps(nn.Module):
         """Wrap a function that runs a step.
 
         Args:
-            run: function that calls a step by its name.
+            run: function that calls a step by name.
         """
         super().__init__()
         self.task, self.run = task, run

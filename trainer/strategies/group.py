@@ -39,7 +39,7 @@ class GroupStrategy(Strategy):
         """Set the strategy's options.
 
         Args:
-            process_group_backend: backend of the process group; by default, torch's backend for the device.
+            process_group_backend: backend for the process group; by default, torch's backend for the device.
             timeout: see `processes.ranks.Timeouts`.
         """
         super().__init__()
@@ -80,7 +80,7 @@ class GroupStrategy(Strategy):
         self.collectives = self.data_ranks = self.weight_ranks = Ranks(rank, place.world_size, group)
 
     def _only_device(self) -> torch.device | None:
-        """Return the only device of this process, or None if it has multiple devices or the run is elastic."""
+        """Return this process's only device, or None if it has multiple devices or the run is elastic."""
         return None if self.elastic else self.device
 
     def _backend(self) -> str:

@@ -1,4 +1,4 @@
-"""Splits a batch by samples, and combines the outputs of a step on the pieces."""
+"""Splits a batch by samples, and combines the outputs of a step that ran on the pieces."""
 
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass, replace

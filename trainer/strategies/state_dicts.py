@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class StateParts(NamedTuple):
-    """How batches and state are divided among the processes of a run."""
+    """How batches and state are divided among a run's processes."""
 
     batches: int
     """Number of processes, or groups of processes, that work on different batches."""
@@ -77,7 +77,7 @@ class ShardedStateDicts(StateDicts):
         """The default group when `writers` was created."""
 
     def open_writers(self, rank: int, size: int) -> None:
-        """Create a process group for background saves, whose collectives must not be mixed with those of training.
+        """Create a process group for background saves, whose collectives must not be mixed with training collectives.
 
         All ranks must call this. Later calls to the trainer's methods reuse the group.
         """

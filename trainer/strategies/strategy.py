@@ -1,4 +1,4 @@
-"""Base class of all strategies, which are the interface between the training loop and the hardware."""
+"""Base class for all strategies, which are the interface between the training loop and the hardware."""
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -44,7 +44,7 @@ class Strategy:
        buffers are those of replica 0. This applies to the ranks in `weight_ranks`, which is empty for local SGD.
     4. All ranks call `end_step` and `optimizer_step` the same number of times, but the number of calls to
        `training_step` may differ. A rank without a batch or a loss calls `leave_out`.
-    5. A strategy has no state between steps except the state that `state_dicts` saves. The number of the current step
+    5. A strategy keeps no state between steps other than what `state_dicts` saves. The number of the current step
        is `task.global_step`.
     """
 
@@ -148,7 +148,7 @@ class Strategy:
         self.precision = Precision(precision, self.device.type)
 
     def _take_device(self, device: torch.device) -> None:
-        """Make `device` the device of this process."""
+        """Make `device` this process's device."""
         self.device, self.queues_work = device, has_streams(device)
         make_current(device)
 
@@ -169,7 +169,7 @@ class Strategy:
         task.to(self.device)
 
     def _sync_batch_norm(self, task: "Task") -> None:
-        """If `sync_batchnorm` is set, synchronize batch norm's statistics over all replicas of a step.
+        """If `sync_batchnorm` is set, synchronize batch norm statistics over all replicas in a step.
 
         Raises ConfigError if the strategy does not support this.
         """

@@ -51,7 +51,7 @@ class CarryStack(Generic[Value]):
         self.waiting.append((node, value))
 
     def total(self) -> Value:
-        """Return the root's value after all replicas have been pushed. Nodes without a right sibling are passed up."""
+        """Return the root's value once all replicas have been pushed. Nodes without a right sibling move up a level."""
         _, value = self.waiting.pop()
         while self.waiting:
             value = self.add(self.waiting.pop()[1], value)
@@ -59,7 +59,7 @@ class CarryStack(Generic[Value]):
 
 
 def add_gradients(left: Gradients, right: Gradients) -> Gradients:
-    """Add two lists of gradients item by item. None is treated as zero."""
+    """Add two lists of gradients element by element. None is treated as zero."""
     pairs = [(a, b) for a, b in zip(left, right, strict=True) if a is not None and b is not None]
     if pairs:
         add_to_each([a for a, _ in pairs], [b for _, b in pairs])
@@ -110,7 +110,7 @@ class ReplicaStack:
         self.stack, self.next = CarryStack(add_gradients), self.owned.start
 
     def push(self, replica: int, gradients: Gradients) -> None:
-        """Push the gradients of a replica. Skipped replicas had no batch."""
+        """Push a replica's gradients. Replicas that are skipped had no batch."""
         for absent in range(self.next, replica):
             self.stack.push(TreeNode(absent, 0), [None] * self.parameters)
         self.stack.push(TreeNode(replica, 0), gradients)
@@ -310,7 +310,7 @@ class ReplicaTree(Protocol):
     """Sums the gradients of a step's replicas in a fixed order."""
 
     def begin_replica(self, replica: int) -> None:
-        """Start the batches of a replica after all batches of the previous replica."""
+        """Start a replica's batches after all of the previous replica's batches."""
 
     def expect_last(self) -> None:
         """Prepare for the last backward pass of the step on this process."""

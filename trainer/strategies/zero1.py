@@ -32,12 +32,12 @@ with warnings.catch_warnings():
 
 
 class Zero1Strategy(DDPStrategy):
-    """Distributed data parallelism with sharded optimizer states. Each process stores the states of some parameters."""
+    """DDP with sharded optimizer states. Each process stores the states of some of the parameters."""
 
     name = "zero1"
 
     def __init__(self, **options: Any) -> None:
-        """Accept the arguments of the ddp strategy, except `elastic`."""
+        """Accept the ddp strategy's arguments, except `elastic`."""
         super().__init__(**options)
         self.state_dicts: Zero1StateDicts = Zero1StateDicts()
 

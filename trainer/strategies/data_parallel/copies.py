@@ -1,4 +1,4 @@
-"""Copies of a task for the devices of a data-parallel step."""
+"""Copies of a task for the devices in a data-parallel step."""
 
 import sys
 from collections.abc import Sequence
@@ -21,9 +21,9 @@ ModuleType = TypeVar("ModuleType", bound=nn.Module)
 def copy_to_devices(module: ModuleType, devices: Sequence[torch.device]) -> list[ModuleType]:
     """Return a shallow copy of `module` for each device. The module must be on the first device.
 
-    The gradients of all copies accumulate in the module's parameters, in the order of the devices. The first copy
-    shares the module's buffers. On accelerators, this function calls torch.nn.parallel.replicate, which does not
-    support CPU devices.
+    The gradients of all copies accumulate in the module's parameters, in device order. The first copy shares the
+    module's buffers. On accelerators, this function calls torch.nn.parallel.replicate, which does not support CPU
+    devices.
     """
     if devices[0].type != "cpu":
         return list(parallel.replicate(module, list(devices), detach=not torch.is_grad_enabled()))

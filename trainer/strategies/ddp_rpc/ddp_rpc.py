@@ -1,9 +1,9 @@
-"""DDP with parameter servers: every trainer has all dense layers, and server processes have the large modules.
+"""DDP with parameter servers: every trainer has all dense layers, and server processes hold the large modules.
 
-This strategy is for models with a module that is too large to be replicated in every process, such as a recommender
+This strategy is for models with a module that is too large to replicate in every process, such as a recommender
 system's embeddings. The task lists such modules in `remote_modules`. The first ranks of the run are trainers, and the
 last ranks are servers. A step is equivalent to a step in a single process: DDP reduces the dense gradients, and each
-server sums the gradients of its modules and updates these modules once per step.
+server sums its modules' gradients and updates the modules once per step.
 """
 
 import inspect
@@ -125,7 +125,7 @@ class DDPRPCStrategy(DDPStrategy):
         return index >= 0
 
     def _enter(self, place: Place) -> RpcSession:
-        """Open this process's RPC session, unless it is already open, and begin a run in it."""
+        """Open this process's RPC session, unless it is already open, and start a run in it."""
         trainers, limit = self._trainers(place), self.timeouts.limits["startup"]
         name = f"trainer{place.rank}" if place.rank < trainers else f"server{place.rank - trainers}"
         if RpcSession.opened is None:
@@ -318,7 +318,7 @@ class DDPRPCStrategy(DDPStrategy):
 
     # --- the end ----------------------------------------------------------------------------------------------------
     def finish(self) -> None:
-        """Build the remote modules in the task, with trained weights on rank 0 and as meta tensors on other ranks."""
+        """Build the remote modules in the task, with trained weights on rank 0 and meta tensors on other ranks."""
         super().finish()
         if self.task is not None:
             is_kept = self.place.rank == 0
@@ -360,7 +360,7 @@ def options_of(optimizer: Optimizer) -> dict[str, Any]:
 
 
 class RemoteStateDicts(StateDicts):
-    """State dicts of a task that keeps modules and optimizer states on servers."""
+    """State dicts for a task that keeps modules and optimizer states on servers."""
 
     def __init__(self, strategy: DDPRPCStrategy) -> None:
         super().__init__()

@@ -48,7 +48,7 @@ class ServedModule:
         """Number of trainers that have finished the backward passes of the step."""
 
     def names(self) -> tuple[list[str], int]:
-        """Return the keys of the module's state dict and the module's number of parameters."""
+        """Return the keys of the module's state dict and the number of parameters in the module."""
         return list(self.module.state_dict()), len(list(self.module.parameters()))
 
     def make_optimizer(self, kind: type[Optimizer], options: dict[str, Any]) -> None:
@@ -175,7 +175,7 @@ class Remote(nn.Module):
 
 
 def parameter_places(task: nn.Module) -> list[tuple[Remote | None, int]]:
-    """Return each parameter's remote module (None if it is local), and the parameter's index within this module.
+    """Return each parameter's remote module (None if it is local), and the parameter's index within that module.
 
     The parameters are in the same order as in a single process.
     """
@@ -284,7 +284,7 @@ class RpcSession:
         rpc.shutdown(graceful=False)
 
     def is_over(self) -> bool:
-        """Return whether the trainers have ended the run or have exited."""
+        """Return whether the trainers have ended the run or exited."""
         try:
             return bool(self.store.check([f"over {self.stage}"]))
         except RuntimeError:

@@ -19,7 +19,7 @@ TensorChange = Callable[[Tensor], Any]
 
 
 def full(tensor: Tensor) -> Tensor:
-    """Return the full tensor. All ranks of the tensor's mesh must call this."""
+    """Return the full tensor. All ranks in the tensor's mesh must call this."""
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
         return tensor
@@ -229,8 +229,8 @@ class MeshScaler(torch.amp.GradScaler):
 def disable_foreach(optimizers: Iterable[Optimizer], always: bool = False) -> None:
     """Set foreach=False for parameter groups that span multiple meshes or, if `always` is True, for all groups.
 
-    torch's `foreach` and `fused` kernels need tensors on a single mesh, but `foreach` is torch's default on an
-    accelerator. Raises ConfigError if such a group has `foreach` or `fused` set to True.
+    torch's `foreach` and `fused` kernels need tensors on a single mesh, but `foreach` is torch's default on
+    accelerators. Raises ConfigError if such a group has `foreach` or `fused` set to True.
     """
     for group in (group for optimizer in optimizers for group in optimizer.param_groups):
         meshes = {parameter.device_mesh if isinstance(parameter, DTensor) else None for parameter in group["params"]}

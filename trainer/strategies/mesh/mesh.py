@@ -48,7 +48,7 @@ def data_ranks(mesh: DeviceMesh, sizes: Sizes) -> Ranks:
     """Return the ranks along the data and shard axes, which together process every batch once.
 
     The returned ranks have the same coordinates along the other axes as this rank. All ranks must call this, because
-    creating a group is a collective.
+    creating a group is a collective operation.
     """
     count = sizes.data * sizes.shard
     index = mesh.get_local_rank("data") * sizes.shard + mesh.get_local_rank("shard")
@@ -134,17 +134,18 @@ class MeshStrategy(GroupStrategy):
         Args:
             data, shard, tensor: number of processes along each axis. One axis may be "auto", which uses all remaining
                 processes.
-            tensor_shards: number of shards per tensor-parallel layer, fixed for a run. Results are bitwise identical
-                for any `tensor` that divides this number. None selects one shard per process.
-            shard_blocks: classes of the modules that are gathered as a block, or the minimum number of parameters in a
-                block.
+            tensor_shards: number of shards per tensor-parallel layer, fixed for the entire run. Results are bitwise
+                identical for any `tensor` that divides this number. None selects one shard per process.
+            shard_blocks: classes of the modules that are each gathered as a block, or the minimum number of parameters
+                in a block.
             reshard_after_forward: whether to free a block's gathered parameters after its forward pass. None frees the
                 parameters of all blocks except the outermost one.
             cpu_offload: whether to store shards, gradients and optimizer states on the host.
-            meta_init: whether to allocate the modules of configure_model only on rank 0, and broadcast their shards.
+            meta_init: whether to allocate the modules created in configure_model only on rank 0, and broadcast their
+                shards.
             whole_at_end: whether every process has the full weights after a run. If False, only the checkpoints
                 contain the weights.
-            timeout: seconds that a rank waits for other ranks, or a mapping from phases to seconds, as for ddp.
+            timeout: number of seconds a rank waits for other ranks, or a mapping from phases to seconds, as for ddp.
         """
         super().__init__(process_group_backend, init_method, timeout)
         self.asked: dict[str, Size] = {"data": data, "shard": shard, "tensor": tensor, "pipeline": 1}
@@ -463,5 +464,5 @@ class FSDPStrategy(MeshStrategy):
     name = "fsdp"
 
     def __init__(self, **options: Any) -> None:
-        """Accept the arguments of the mesh strategy."""
+        """Accept the mesh strategy's arguments."""
         super().__init__(shard="auto", **options)

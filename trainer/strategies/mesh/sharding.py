@@ -35,7 +35,7 @@ class Sharding:
     reshard_after_forward: bool | int | None
 
     def apply(self, root: nn.Module, task: nn.Module, mesh: DeviceMesh) -> FSDPModule:
-        """Shard the blocks of `task`, and then `root` with all other parameters. Return the sharded `root`.
+        """Shard the blocks of `task`, and then shard `root` with all remaining parameters. Return the sharded `root`.
 
         The forward method of `root` must call the task.
         """
@@ -88,7 +88,7 @@ def find_sharded_blocks(task: nn.Module, blocks: Blocks) -> list[nn.Module]:
     Args:
         blocks: class names, or the minimum number of parameters in a block. In the latter case, a module becomes a
             block if it has at least this many parameters outside of its inner blocks. A single layer belongs to its
-            parent's block, because fewer and larger messages are faster.
+            parent's block, because fewer, larger messages are faster.
     """
     uses = Counter(id(tensor) for *_, tensor in tensor_slots(task))
     if not isinstance(blocks, int):

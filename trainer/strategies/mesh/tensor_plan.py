@@ -97,7 +97,7 @@ def words_of(task: "Task", parts: int, in_shards: bool) -> dict[str, str]:
 
 
 def apply_plan(task: "Task", mesh: DeviceMesh, words: Mapping[str, str]) -> None:
-    """Shard the task's layers over a mesh with one axis. `words` is the result of `words_of`."""
+    """Shard the task's layers across a mesh with one axis. `words` is the result of `words_of`."""
     # every use of each parameter, to tie them again below
     ties: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for module in task.modules():

@@ -108,7 +108,7 @@ class TensorShards:
         return with_allocated_memory([*local(tensor).chunk(len(self.owned), dim)])  # type: ignore[no-any-return]
 
     def add_up(self, values: Iterable[Tensor]) -> Tensor:
-        """Return the sum over all shards. Every process must pass one tensor for each of its own shards."""
+        """Return the sum over all shards. Every process must pass one tensor for each of its shards."""
         stack = CarryStack(torch.add)
         for shard, value in zip(self.owned, values, strict=True):
             stack.push(TreeNode(shard, 0), value)

@@ -1,4 +1,4 @@
-"""Trials of optimizers on small sharded parameters, because DTensor lacks operations that some optimizers need."""
+"""Tries optimizers on small sharded parameters, because DTensor lacks operations that some optimizers need."""
 
 import sys
 import textwrap

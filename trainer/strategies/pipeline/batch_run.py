@@ -1,4 +1,4 @@
-"""Execution of a batch on one process in a pipeline.
+"""Runs a batch on one of a pipeline's processes.
 
     first stage   runs training_step on each micro-batch up to the first block, whose arguments are the pipeline's input
     last stage    runs training_step on each micro-batch, and computes the loss, the output and the logged values
@@ -95,7 +95,7 @@ class BatchRun:
         return inputs[0] if len(inputs) == 1 else tuple(torch.cat(pieces) for pieces in zip(*inputs, strict=True))
 
     def _loss(self, output: Tensor, index: int) -> Tensor:
-        """Return a micro-batch's share of the batch's loss, weighted by its samples."""
+        """Return a micro-batch's share of the batch's loss, weighted by its number of samples."""
         result = self.interceptor.finish(partial(self._step, index), output)
         self.outputs[index] = result
         losses = losses_of(result, 1)
@@ -127,7 +127,7 @@ class BatchRun:
         self.calls[index].append((name, value, args, {"batch_size": self.sizes[index]} | options))
 
     def result(self, stages: Ranks) -> Any:
-        """Log the last stage's values on every process of the pipeline. Return the output of training_step.
+        """Log the last stage's values on every process in the pipeline. Return the output of training_step.
 
         On stages other than the last, the output contains only the loss and, if there is one, the weight.
         """

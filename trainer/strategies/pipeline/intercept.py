@@ -1,4 +1,4 @@
-"""Interception of calls to a task's blocks, which are on different processes.
+"""Intercepts calls to a task's blocks, which are in different processes.
 
     outside of training_step      the first block of a stage runs the stage on its process, and the last block returns
                                   the stage's output on all processes (for validation, prediction and generation)
@@ -30,7 +30,7 @@ class BlockInterceptor:
     """Intercepts calls to a task's blocks until `close` is called."""
 
     def __init__(self, stages: Sequence[Sequence[PartBlock]], place: int, stage: nn.Module, relay: BlockRelay) -> None:
-        """Intercept the calls to the blocks.
+        """Intercept calls to the blocks.
 
         Args:
             stage: module that runs this process's stage.
@@ -66,8 +66,8 @@ class BlockInterceptor:
     def input_of(self, step: Callable[[], Any]) -> tuple[Tensor, ...]:
         """Run `step` up to the first block, and return the tensors that `step` passes to the block.
 
-        Raises TaskError if `step` does not pass tensors, if it passes other arguments, or if a tensor depends on
-        parameters.
+        Raises TaskError if `step` passes no arguments or anything other than positional tensors, or if a tensor depends
+        on parameters.
         """
         first = self.blocks[0].name
         try:

@@ -1,4 +1,5 @@
-"""Pipeline parallelism along a mesh axis: each process has a stage of the model and splits batches into micro-batches.
+"""Pipeline parallelism along a mesh axis: each process holds one stage of the model and splits batches into
+micro-batches.
 
     configure_blocks      embedding, layers.0, layers.1, layers.2, layers.3, head
     pipeline=2            `-------- stage 0 ---------´  `------ stage 1 -------´      split by parts.py
@@ -170,7 +171,7 @@ class PipelineMeshStrategy(MeshStrategy):
         super().teardown()
 
     def _relay(self, stage: int, output: Tensor | None) -> Tensor:
-        """Send the output of a stage to every process of the pipeline."""
+        """Send a stage's output to every process in the pipeline."""
         if self.schedules is not None and stage == self.owners.place:
             for module in sharded(self.schedules.stage):
                 module.reshard()  # no backward pass will free the gathered parameters

@@ -100,7 +100,7 @@ class Schedules:
         """Create an empty cache.
 
         Args:
-            ranks: the processes of the pipeline, in the order of their stages.
+            ranks: the processes in the pipeline, in stage order.
         """
         self.stage, self.interceptor, self.device, self.group = stage, interceptor, device, ranks.group
         self.place, self.places = ranks.rank, ranks.size
@@ -124,7 +124,7 @@ class Schedules:
 
         Args:
             inputs: the pipeline's input on the first stage; empty on other stages.
-            kind: key that identifies the shapes in the batch. It is the same on all processes of the pipeline.
+            kind: key that identifies the shapes in the batch. It is the same on all processes in the pipeline.
             cached: True if all processes have already created a schedule for `kind`.
         """
         # both conditions: another process may have dropped its schedule for this kind, and creating one is a collective

@@ -1,4 +1,4 @@
-"""State dicts of a pipeline. Each rank writes and reads the tensors of its stage under their names in the task."""
+"""State dicts for a pipeline. Each rank writes and reads the tensors of its stage under their names in the task."""
 
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
