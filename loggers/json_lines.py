@@ -135,7 +135,7 @@ def keep_lines(path: Path, resume_step: int | None) -> tuple[dict[str, Any], int
 
 
 def parse_point(line: bytes) -> dict[str, Any] | None:
-    """Return the point in a line of the file, or None for an invalid line."""
+    """Return the point stored in a line of the file, or None if the line is invalid."""
     try:
         point = json.loads(line)
     # RecursionError: brackets nested too deeply for the parser

@@ -90,7 +90,7 @@ class Logger:
         """Write metrics at optimizer step `step`. Calls for the same step are merged."""
 
     def log_point(self, values: Mapping[str, float], step: int) -> None:
-        """Write the values of a logging point. The trainer calls this method, which calls `log_metrics`."""
+        """Write the values for a logging point. The trainer calls this method, which calls `log_metrics`."""
         self.log_metrics(values, step)
 
     def log_hyperparams(self, params: Mapping[str, Any], metrics: Mapping[str, float] | None = None) -> None:
@@ -112,7 +112,7 @@ class Logger:
         """Flush all values logged so far."""
 
     def finalize(self, status: str) -> None:
-        """Close the log. `status` is "success" or another word that states why the run ended."""
+        """Close the log. `status` is "success" or another word that indicates why the run ended."""
 
     def __getattr__(self, name: str) -> Any:
         """Raise AttributeError. For methods of Lightning's loggers, the message suggests an alternative."""

@@ -69,7 +69,7 @@ class TensorBoardLogger(Logger):
         return NoExperiment() if self._writer is None else self._writer
 
     def open(self, run_dir: Path, resume_step: int | None) -> None:
-        """Start a new event file. It invalidates the points after `resume_step` in earlier files."""
+        """Start a new event file, which invalidates points after `resume_step` in earlier files."""
         if self._writer is not None:
             self._writer.close()
         super().open(run_dir, resume_step)
@@ -111,7 +111,7 @@ class TensorBoardLogger(Logger):
             self._add(values, step)
 
     def log_hyperparams(self, params: Mapping[str, Any], metrics: Mapping[str, float] | None = None) -> None:
-        """Record hyperparameters, which are written before the first point, and final metrics (by default, all)."""
+        """Record hyperparameters, which are written before the first point, and final metrics (all by default)."""
         self._params.update(flat_params(params))
         self._final.update({name: float(value) for name, value in (metrics or {}).items()})
 
@@ -151,7 +151,7 @@ class TensorBoardLogger(Logger):
         self._writer.close()
 
     def _require_folder(self) -> None:
-        """Raise ConfigError if the folder is missing or not writable. Otherwise TensorBoard would print a traceback."""
+        """Raise ConfigError if the folder is missing or not writable, before TensorBoard can print a traceback."""
         if self._events is None or os.access(self._events, os.W_OK):
             return
         if self._events.is_dir():
@@ -177,7 +177,7 @@ class TensorBoardLogger(Logger):
 
 
 def wait_for_next_name(folder: Path) -> None:
-    """Wait up to a second for the name of a new event file to sort after those in the folder.
+    """Wait up to a second so that the new event file's name will sort after those in the folder.
 
     TensorBoard reads files in order of their names, which consist of the time in seconds, the process id and a
     counter. Within the same second, 10 sorts before 9, so TensorBoard would read the older file last and invalidate the

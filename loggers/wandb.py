@@ -88,7 +88,7 @@ class WandbLogger(Logger):
         self.experiment.config.update(plain(params), allow_val_change=True)
 
     def watch(self, model: Any, log: str | None = "gradients", log_freq: int = 100, log_graph: bool = True) -> None:
-        """Record histograms of a model's gradients or parameters. The arguments are those of `wandb.watch`."""
+        """Record histograms of a model's gradients or parameters. Takes the same arguments as `wandb.watch`."""
         self.experiment.watch(model, log=log, log_freq=log_freq, log_graph=log_graph)
 
     def finalize(self, status: str) -> None:

@@ -34,7 +34,7 @@ class DataModule(DataHooks, Hyperparameters):
     ) -> DataModuleType:
         """Build the data module from the hyperparameters in a checkpoint and restore its state.
 
-        `kwargs` override the saved hyperparameters. Raises CheckpointError if an argument for `__init__` is missing.
+        `kwargs` override the saved hyperparameters. Raises CheckpointError if an `__init__` argument is missing.
         """
         # an import at the top would be circular: trainer/resume imports data modules
         from ..trainer.resume.rebuild import rebuild_data_module

@@ -52,7 +52,7 @@ class Digits(Task):
         return logits
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Return the mean cross-entropy of the batch."""
+        """Return the mean cross-entropy over the batch."""
         images, labels = batch
         loss = F.cross_entropy(self(images), labels)
         self.log("train/loss", loss, prog_bar=True)
@@ -130,11 +130,11 @@ class DigitsData(DataModule):
         }
 
     def train_dataloader(self) -> DataLoader[Any]:
-        """Return a loader of the training images, shuffled and shifted at random."""
+        """Return a loader for the training images, shuffled and shifted at random."""
         return self._loader("train", shuffle=True)
 
     def val_dataloader(self) -> DataLoader[Any]:
-        """Return a loader of the validation images."""
+        """Return a loader for the validation images."""
         return self._loader("val")
 
     def test_dataloader(self) -> DataLoader[Any]:
@@ -151,7 +151,7 @@ class DigitsData(DataModule):
 
 
 class DigitImages(Dataset[tuple[Tensor, Tensor]]):
-    """Images (n, 1, 8, 8) with labels (n,). Each image is randomly shifted up to `shift` pixels in each direction."""
+    """Images (n, 1, 8, 8) and labels (n,). Each image is randomly shifted by up to `shift` pixels in each direction."""
 
     def __init__(self, images: Tensor, labels: Tensor, shift: int = 0) -> None:
         # pad with the background value

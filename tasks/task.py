@@ -1,4 +1,4 @@
-"""Task: a model with its steps and optimizers. Its methods have Lightning's names."""
+"""Task: a model with its steps and optimizers. Its methods have the same names as Lightning's."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -29,7 +29,7 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
     Define `training_step` and `configure_optimizers`, and override other methods as needed. `callbacks/callback.py`
     lists all hooks in call order.
 
-    `training_step` returns a scalar loss, a dict with the key "loss", or None to skip the batch. With several
+    `training_step` returns a scalar loss, a dict with the key "loss", or None to skip the batch. With multiple
     optimizers, return a list with one loss per optimizer, directly or under the key "loss". Each loss contributes
     gradients only to the parameters of its own optimizer.
     """
@@ -102,7 +102,7 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
 
     @property
     def devices(self) -> list[torch.device]:
-        """Devices for this task's modules: multiple under ddp_model_parallel, otherwise `[device]`."""
+        """Devices for this task's modules: multiple devices with ddp_model_parallel, otherwise `[device]`."""
         trainer: Trainer | None = self.__dict__.get("_trainer")
         devices: list[torch.device] | None = self.__dict__.get("_devices")
         if devices is not None:
@@ -151,7 +151,7 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
         raise NotImplementedError(f"{type(self).__name__} has no forward.")
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the loss of a batch. Parameters: (batch) or (batch, batch_idx).
+        """Return the loss for a batch. Parameters: (batch) or (batch, batch_idx).
 
         Return a scalar tensor that is a mean over samples. If the loss is a mean over other units, such as tokens,
         return {"loss": loss, "weight": number_of_tokens}. A step's gradient is then the weighted mean of its batches'
@@ -185,7 +185,7 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
     def remote_modules(self) -> Mapping[str, Callable[[], nn.Module]]:
         """Return factories, by attribute name, for modules that are too large to replicate in every process.
 
-        The ddp_rpc strategy places these modules in server processes. Under other strategies, each process builds them.
+        The ddp_rpc strategy places these modules in server processes. With other strategies, each process builds them.
         """
         return {}
 
@@ -253,7 +253,7 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
             reduce_fx: Reduction over batches and ranks: "mean", "sum", "min", "max" or a function.
             sync_dist: Sum the values over all processes. Needed only with reduce_fx="sum" in a hook that runs once per
                 step or epoch.
-            add_dataloader_idx: With several loaders, append `/dataloader_idx_N` to the name.
+            add_dataloader_idx: With multiple loaders, append `/dataloader_idx_N` to the name.
             batch_size: Weight to use instead of the number of samples: a number or a tensor with one value.
             rank_zero_only: Log only rank 0's value.
             enable_graph, sync_dist_group, metric_attribute: Accepted for compatibility with Lightning; no effect.
@@ -302,7 +302,7 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
         return optimizers[0] if len(optimizers) == 1 else list(optimizers)
 
     def lr_schedulers(self) -> Any:
-        """Return the learning rate scheduler, a list of several schedulers, or None if there is none."""
+        """Return the learning rate scheduler, a list if there are multiple schedulers, or None if there are none."""
         schedulers = [config.scheduler for config in self.trainer.lr_scheduler_configs]
         return schedulers[0] if len(schedulers) == 1 else schedulers or None
 
@@ -361,7 +361,7 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
         optimizer: torch.optim.Optimizer,
         optimizer_closure: Callable[[], Any] | None = None,
     ) -> None:
-        """Step the optimizer after gradients are computed. The first `optimizer_closure()` call returns the loss."""
+        """Step the optimizer after computing gradients. The first `optimizer_closure()` call returns the loss."""
         optimizer.step(closure=optimizer_closure)
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: torch.optim.Optimizer) -> None:
@@ -381,7 +381,7 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
 
     # --- display ----------------------------------------------------------------------------------------------------
     def describe_batch(self, batch: Any) -> str | None:
-        """Return a batch's description for `legato samples --show`, or None to show its tensors' shapes and ranges."""
+        """Return a description of a batch for `legato samples --show`, or None to show tensor shapes and ranges."""
         return None
 
     # --- rest -------------------------------------------------------------------------------------------------------

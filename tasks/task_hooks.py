@@ -47,7 +47,7 @@ class TaskHooks:
         """Called after each batch. For the last batch of a step, this is after the weight update."""
 
     def on_step_end(self) -> None:
-        """Called on every process at the end of each step. You can use this hook to average weights, for example."""
+        """Called in every process at the end of each step. For example, you can use this hook to average weights."""
 
     def on_before_backward(self, loss: torch.Tensor) -> None:
         """Called before each backward pass."""
@@ -56,7 +56,7 @@ class TaskHooks:
         """Called after each backward pass."""
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Called when `.grad` contains the gradients of the whole step, unscaled and not yet clipped."""
+        """Called when `.grad` contains the gradients for the whole step, unscaled and not yet clipped."""
 
     def on_before_zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
         """Called before gradients are zeroed."""

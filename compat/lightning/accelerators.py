@@ -19,7 +19,7 @@ class Accelerator(str):
     """The device type, as passed to `Trainer(accelerator=)`."""
 
     def __new__(cls) -> "Accelerator":
-        """Create the object as a string that contains the name of the device type."""
+        """Create the object as a string containing the name of the device type."""
         return super().__new__(cls, cls.kind)
 
     def __reduce__(self) -> tuple[Any, ...]:

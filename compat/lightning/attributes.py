@@ -141,7 +141,7 @@ class TrainerAttributes(OwnParts, Trainer):
         return self.state.optimizer_steps if manual else self.state.global_step
 
     def batches_done(self) -> tuple[int, int, bool]:
-        """Return the number of completed batches in this epoch and in the run, and whether another batch is running."""
+        """Return the number of completed batches in the epoch and the run, and whether another batch is in progress."""
         state, run = self.state, self.run
         inside = run is not None and run.loop.open and run.metrics.step == state.global_step
         more = max(0, run.metrics.batches_of_step - 1) if inside and run is not None else 0
@@ -167,7 +167,7 @@ class TrainerAttributes(OwnParts, Trainer):
 
     @property
     def is_last_batch(self) -> bool:
-        """Whether the last batch of the epoch is running or has completed."""
+        """Whether the epoch's last batch is in progress or has completed."""
         if self.run is None:
             return False
         return (self.state.rounds > 0 and not (self.in_epoch or self.epoch_is_cut)) or super().is_last_batch
@@ -175,7 +175,7 @@ class TrainerAttributes(OwnParts, Trainer):
     # --- the run's parts --------------------------------------------------------------------------------------------
     @property
     def lightning_module(self) -> "LightningModule":
-        """The module of the run; None before a run."""
+        """The run's module, or None before a run."""
         module: LightningModule = None if self.run is None else self.run.task  # type: ignore[assignment]
         return module
 
@@ -183,7 +183,7 @@ class TrainerAttributes(OwnParts, Trainer):
 
     @property
     def datamodule(self) -> Any:
-        """The data module of the run, or the data module that was set; None if there is none."""
+        """The run's data module, or the data module that was set; None if there is neither."""
         datamodule = None if self.run is None else self.run.datamodule
         return self.__dict__.get("_datamodule") if datamodule is None else datamodule
 
@@ -193,7 +193,7 @@ class TrainerAttributes(OwnParts, Trainer):
 
     @property
     def optimizers(self) -> "list[Optimizer]":
-        """The optimizers of the run or, if there is no run, of the latest fit. Programs can set them during a run."""
+        """The run's optimizers or, if there is no run, those of the latest fit. Programs can set them during a run."""
         # the optimizers of the latest fit can be read during a later test, which has no optimizers
         current = [] if self.run is None else super().optimizers
         return current or list(self.fitted[0])
@@ -204,7 +204,7 @@ class TrainerAttributes(OwnParts, Trainer):
 
     @property
     def lr_scheduler_configs(self) -> list[Any]:
-        """The schedulers of the run or, if there is no run, of the latest fit."""
+        """The run's schedulers or, if there is no run, those of the latest fit."""
         current = [] if self.run is None else super().lr_scheduler_configs
         return list(current or self.fitted[1])
 
@@ -334,7 +334,7 @@ class TrainerAttributes(OwnParts, Trainer):
 
     # --- data -------------------------------------------------------------------------------------------------------
     def _loaders(self, word: str) -> Any:
-        """Return the loaders of a stage as the program passed them. A CombinedLoader is unwrapped."""
+        """Return a stage's loaders as the program passed them. A CombinedLoader is unwrapped."""
         loaders = None if self.run is None else self.run.data.loaders.get(word)
         if loaders is None and self.run is not None and word in self.lengths and not self.run.loop.open:
             source = self.run.datamodule or self.run.task  # the worker processes that held the loaders have exited
@@ -344,22 +344,22 @@ class TrainerAttributes(OwnParts, Trainer):
 
     @property
     def train_dataloader(self) -> Any:
-        """The training loader; None before it exists."""
+        """The training loader, or None if it has not been created yet."""
         return self._loaders("train")
 
     @property
     def val_dataloaders(self) -> Any:
-        """The validation loaders; None before they exist."""
+        """The validation loaders, or None if they have not been created yet."""
         return self._loaders("validation")
 
     @property
     def test_dataloaders(self) -> Any:
-        """The test loaders; None before they exist."""
+        """The test loaders, or None if they have not been created yet."""
         return self._loaders("test")
 
     @property
     def predict_dataloaders(self) -> Any:
-        """The prediction loaders; None before they exist."""
+        """The prediction loaders, or None if they have not been created yet."""
         return self._loaders("predict")
 
     @property
@@ -413,7 +413,7 @@ class TrainerAttributes(OwnParts, Trainer):
 
     @property
     def world_size(self) -> int:
-        """The number of processes, known even before they start."""
+        """The number of processes, which is available even before they start."""
         # before the processes start, the strategy describes a single process
         size = self.strategy.place.world_size
         if size > 1 or self.running:
@@ -423,7 +423,7 @@ class TrainerAttributes(OwnParts, Trainer):
     # --- processes and devices --------------------------------------------------------------------------------------
     @property
     def _accelerator_connector(self) -> AcceleratorConnector:
-        """The devices. Third-party packages read this private name."""
+        """The selected devices. Third-party packages read this private attribute."""
         connector = AcceleratorConnector(self.accelerator, self.devices, self.num_nodes)
         connector.strategy, connector.use_distributed_sampler = self.strategy, bool(self.use_distributed_sampler)
         connector.cluster_environment = getattr(self.strategy, "cluster_environment", None)

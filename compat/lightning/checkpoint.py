@@ -87,7 +87,7 @@ def _wrapped(name: str, value: Any) -> Any:
 
 
 def _is_nested(key: str, value: Any) -> bool:
-    """Return whether the value of a key in a file is a dict of the program's values."""
+    """Return whether the key in a file maps to a dict of the program's values."""
     return isinstance(value, dict) and (key.endswith("hyper_parameters") or key in ("callbacks", KEY))
 
 
@@ -316,7 +316,7 @@ class LightningFile:
         ranks.from_first(write_all)
 
     def read(self, path: Path, ranks: Any, names: Collection[str], in_parts: Collection[str]) -> dict[str, Any]:
-        """Read a checkpoint from Legato or Lightning, or the weights in another program's file.
+        """Read a checkpoint from Legato or Lightning, or the weights from another program's file.
 
         If the checkpoint contains averaged weights, return those unless a callback continues the averaging.
         """
@@ -328,7 +328,7 @@ class LightningFile:
         return contents
 
     def load_states(self) -> None:
-        """Load the data module and callback states from the checkpoint being evaluated unless already loaded."""
+        """Unless already loaded, load the data module and callback states from the checkpoint being evaluated."""
         data, callbacks = self.states or (None, {})
         self.states = None
         if data and self.trainer.datamodule is not None:

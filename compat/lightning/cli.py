@@ -92,7 +92,7 @@ class LightningArgumentParser(ArgumentParser):  # type: ignore[misc]
     def add_optimizer_args(
         self, optimizer_class: Any = (Optimizer,), nested_key: str = "optimizer", link_to: str = "AUTOMATIC"
     ) -> None:
-        """Add the arguments of an optimizer class. A tuple of classes means that any of their subclasses is allowed."""
+        """Add the arguments of an optimizer class. For a tuple of classes, any of their subclasses is allowed."""
         self._add_deferred(optimizer_class, nested_key, "params")
         self.optimizer_keys[nested_key] = (optimizer_class, link_to)
 
@@ -102,12 +102,12 @@ class LightningArgumentParser(ArgumentParser):  # type: ignore[misc]
         nested_key: str = "lr_scheduler",
         link_to: str = "AUTOMATIC",
     ) -> None:
-        """Add the arguments of a scheduler class. A tuple of classes means that any of their subclasses is allowed."""
+        """Add the arguments of a scheduler class. For a tuple of classes, any of their subclasses is allowed."""
         self._add_deferred(lr_scheduler_class, nested_key, "optimizer")
         self.scheduler_keys[nested_key] = (lr_scheduler_class, link_to)
 
     def dump(self, *args: Any, **kwargs: Any) -> str:
-        """Return a config as text. Public classes of this package are written with their Lightning paths."""
+        """Return a config as text. This package's public classes are written with their Lightning paths."""
         text: str = super().dump(*args, **kwargs)
         stands_for_lightning = getattr(sys.modules.get("lightning"), "__name__", None) == ROOT
         return CLASS_PATH.sub(lambda match: lightnings_path(match[0]), text) if stands_for_lightning else text
@@ -378,7 +378,8 @@ class LightningCLI:
         return [optimizer], [lr_scheduler]
 
     def _give_model_optimizers(self) -> None:
-        """Replace the module's `configure_optimizers` with one that returns the command line's optimizer and scheduler.
+        """Replace the module's `configure_optimizers` with one that returns the optimizer and scheduler from the
+        command line.
 
         Raises MisconfigurationException if there are multiple optimizers or schedulers.
         """

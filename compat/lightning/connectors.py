@@ -1,4 +1,4 @@
-"""Connectors, which provide loaders, checkpoints and metrics under private Lightning names that programs read."""
+"""Connectors, which provide loaders, checkpoints and metrics under the private Lightning names that programs read."""
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -50,7 +50,7 @@ class DataLoaderSource(Connector):
         return not self.is_module() or overrides(self.owner, DataHooks, self.name)
 
     def dataloader(self) -> Any:
-        """Return the run's loaders. Before they exist, return the loaders passed or those that the method creates."""
+        """Return the run's loaders. Before a run, return the loaders that were passed or that the method creates."""
         run = self.trainer.run
         candidates = () if run is None else (run.data.loaders.get(self.word), run.request_loaders.get(self.word))
         # compared with None, because a stream loader has no length and no truth value
@@ -91,7 +91,7 @@ class LoggerConnector(Connector):
 
     @property
     def should_update_logs(self) -> bool:
-        """Whether values are logged after the current step."""
+        """Whether values will be logged after the current step."""
         steps = self.trainer.state.global_step + 1
         return steps % (self.trainer.log_every_n_steps or 1) == 0 or bool(self.trainer.should_stop)
 

@@ -32,7 +32,7 @@ class EvaluationPoints:
             self.newest[name] = value.detach() if isinstance(value, Tensor) else value, shown, logged
 
     def write(self, output: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Publish the values of a batch. Values from a sanity check are shown only in the progress bar."""
+        """Publish a batch's values. Values from a sanity check are shown only in the progress bar."""
         newest, self.newest, doing = self.newest, {}, self.run.loop.doing
         values = dict(zip(newest, to_floats([value for value, *_ in newest.values()]), strict=True))
         self.trainer.progress_bar_metrics.update({name: values[name] for name in newest if newest[name][1]})

@@ -14,10 +14,10 @@ class SIGTERMException(SystemExit):
 
 
 class CheckpointMissingError(CheckpointError, FileNotFoundError):
-    """Raised if the path of a checkpoint does not exist."""
+    """Raised when a checkpoint path does not exist."""
 
 
 def require_checkpoint(path: Any) -> None:
-    """Raise CheckpointMissingError if the path of a checkpoint does not exist."""
+    """Raise CheckpointMissingError if a checkpoint path does not exist."""
     if not os.path.exists(path):
         raise CheckpointMissingError(f"There is no checkpoint at {str(path)!r}. Pass the path to a saved checkpoint.")

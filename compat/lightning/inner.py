@@ -1,4 +1,4 @@
-"""Helpers for the modules in Lightning's tree: module paths, internal names and placeholders."""
+"""Helpers for the modules in Lightning's module tree: module paths, internal names and placeholders."""
 
 import operator
 import platform
@@ -28,7 +28,7 @@ HELPERS = {"alias_below", "inner_name", "placeholders"}
 
 
 def alias_below(package: str, paths: str) -> None:
-    """Register a package in sys.modules in place of the Lightning modules with the given paths within it.
+    """Register a package in sys.modules in place of the Lightning modules at the given paths relative to it.
 
     The package can replace these modules because it defines all of their names without conflicts. This function also
     sets the package's `__all__` to its public names.
@@ -45,7 +45,7 @@ def alias_below(package: str, paths: str) -> None:
 def inner_name(package: str) -> Callable[[str], Any]:
     """Return a package's `__getattr__`, which provides version constants, common names and placeholders.
 
-    Private names become placeholders, as do all names below lightning.fabric, because Legato lacks these classes.
+    Private names become placeholders, as do all names in lightning.fabric, because Legato lacks these classes.
     """
     # programs import many classes of Fabric only for annotations
     any_name = package.startswith(f"{ROOT}.fabric")
@@ -77,7 +77,7 @@ def inner_name(package: str) -> Callable[[str], Any]:
 
 
 def placeholders(package: str, names: str, way_out: str) -> list[Any]:
-    """Return placeholders for names in a package. Using a placeholder raises an error that ends with `way_out`."""
+    """Return placeholders for names in a package. Using one raises an error that ends with `way_out`."""
     return [make_placeholder(package, name, way_out) for name in names.split()]
 
 

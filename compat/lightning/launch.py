@@ -34,12 +34,12 @@ def starts_script(strategy: Any) -> bool:
 
 
 def is_started() -> bool:
-    """Return whether this module has started the ranks of the script and set their environment variables."""
+    """Return whether this module has started the script's ranks and set their environment variables."""
     return get_variable(RANKS) is not None
 
 
 def shared_seed() -> int:
-    """Return the seed that all ranks of the script share if the script doesn't set one."""
+    """Return the seed that all of the script's ranks share if the script doesn't set one."""
     return int(get_variable(SEED) or 0)
 
 

@@ -22,7 +22,7 @@ TRAINED, AVERAGING = "current_model_state", "averaging_state"
 
 # --- reading ----------------------------------------------------------------------------------------------------------
 def contents_of(trainer: Any, path: Path, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert a Lightning file to the contents of a Legato checkpoint. Log which parts the file does not contain.
+    """Convert a Lightning file to the contents of a Legato checkpoint. Log which parts are missing from the file.
 
     The contents retain Lightning's keys, because the program's hooks may read them.
     """
@@ -60,7 +60,7 @@ def progress_of(saved: Mapping[str, Any], automatic: bool, accumulate: int) -> d
     If the checkpoint was saved at the end of an epoch, after the schedulers stepped, the run continues with the next
     epoch. The batches of an unfinished step are trained again, because their gradients were not applied.
 
-    Raises CheckpointError if the file does not contain the progress of its run.
+    Raises CheckpointError if the file does not record the run's progress.
     """
     try:
         fit = saved["loops"]["fit_loop"]
@@ -111,7 +111,7 @@ def is_at_end(contents: Mapping[str, Any]) -> bool:
 
 
 def loops_of(contents: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a run's progress as the states of Lightning's loops."""
+    """Return a run's progress as the states of Lightning's loop objects."""
     state = contents["state"]
     ended = state["epoch_ended"] or is_at_end(contents)
     automatic = setting(contents, "training.automatic_optimization", default=True)
@@ -162,7 +162,7 @@ def _counts(count: int, *more: str) -> dict[str, int]:
 
 
 def _batches(total: int, current: int, behind: int, is_last: bool) -> dict[str, Any]:
-    """Return batch progress in Lightning's form, with `behind` batches that are processed but not completed."""
+    """Return batch progress in Lightning's form, with `behind` batches processed but not yet completed."""
     progress = {}
     for name, count in (("total", total), ("current", current)):
         progress[name] = {**_counts(count, "started", "processed"), "completed": count - behind}

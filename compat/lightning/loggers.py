@@ -31,7 +31,7 @@ WANDB_AVAILABLE = package_available("wandb")
 
 
 def folder_below(root: str | Path, logger: Any) -> str:
-    """Return the folder that Lightning uses for a logger's save_dir (or `root`), name and version."""
+    """Return the folder that Lightning uses for a logger with this save_dir (or `root`), name and version."""
     version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
     return os.path.join(logger.save_dir or root, str(logger.name), version)
 
@@ -58,7 +58,7 @@ def refuse_uploads(logger: str, log_model: object) -> None:
 
 
 class PlacesPoints:
-    """A logger that selects the step at which it writes the values of a Lightning Trainer."""
+    """A logger that selects the step at which it writes a Lightning Trainer's values."""
 
     trainer_of_points: Any = None
     """The running Lightning Trainer; None for other trainers."""
@@ -101,7 +101,7 @@ class FabricLogger(PlacesPoints, WithoutFiles, logger.Logger, ABC):
 
     @property
     def log_dir(self) -> str | None:
-        """The folder of this version; None if the logger saves no files."""
+        """This version's folder; None if the logger saves no files."""
         return None
 
     @property
@@ -123,7 +123,7 @@ class FabricLogger(PlacesPoints, WithoutFiles, logger.Logger, ABC):
         """Record hyperparameters."""
 
     def log_point(self, values: Mapping[str, float], step: int) -> None:
-        """Write the values of a logging point and save the logger."""
+        """Write the values for a logging point and save the logger."""
         super().log_point(values, step)
         self.save()
 
@@ -183,7 +183,7 @@ class DummyLogger(Logger):
 
 
 class FolderOfLogger:
-    """The folder of a logger: `save_dir/name/version_N`, or `save_dir/name/version` for a string version.
+    """A logger's folder: `save_dir/name/version_N`, or `save_dir/name/version` for a string version.
 
     The folder depends on the logger's attributes, which subclasses may override as properties. If no version is set,
     the first access chooses the next free `version_N`.
@@ -395,7 +395,7 @@ class TensorBoardLogger(FolderParts, tensorboard.TensorBoardLogger):
                 module.training = mode
 
     def save(self) -> None:
-        """Flush all events and write `hparams.yaml` if it does not exist."""
+        """Flush all events and write `hparams.yaml` if it does not exist yet."""
         super().save()
         folder = Path(self.log_dir or "")
         if self._writer is not None and not (folder / self.NAME_HPARAMS_FILE).exists():
@@ -468,7 +468,7 @@ class CSVLogger(FolderParts, csv_file.CSVLogger):
         self._has_written = False
 
     def open(self, run_dir: Path, resume_step: int | None) -> None:
-        """Open the file. If another run has written a file for this version, rename that file first."""
+        """Open the file. If another run already wrote a file for this version, rename that file first."""
         super().open(run_dir, resume_step)
         path, begins = self._path, resume_step is None and not self._has_written
         self._has_written = True
@@ -542,7 +542,7 @@ class MLFlowLogger(PlacesPoints, WithoutFiles, mlflow.MLFlowLogger):
 
     @property
     def save_dir(self) -> str | None:
-        """The folder of a local store; None if the store is on a server."""
+        """The local store's folder; None if the store is on a server."""
         if self._folder is not None:
             return str(self._folder)
         return self._uri.removeprefix(LOCAL_FILE_URI_PREFIX) if self._uri.startswith(LOCAL_FILE_URI_PREFIX) else None

@@ -30,7 +30,7 @@ class Counts:
 
 
 class Tracker(Counts):
-    """Counts of the items that were ready, started, processed and completed."""
+    """Counts of ready, started, processed and completed items."""
 
     ready: int
     completed: int
@@ -135,7 +135,7 @@ class FitLoop(Loop):
         return DataLoaderSource(self.trainer, "train", "train_dataloader")
 
     def setup_data(self) -> None:
-        """Do nothing, because a run creates its loaders when it begins."""
+        """Do nothing, because the run creates its loaders when it starts."""
 
 
 class TrainingEpochLoop(Loop):
@@ -192,7 +192,7 @@ class TrainingEpochLoop(Loop):
 
     @property
     def done_by_batches(self) -> bool:
-        """Whether the last batch of the epoch is running or has completed."""
+        """Whether the epoch's last batch is in progress or has completed."""
         return self.batch_progress.current.ready == self.trainer.num_training_batches or self.trainer.is_last_batch
 
     @property
@@ -217,7 +217,7 @@ class Optimizing(Loop):
 
 
 class EvaluationLoop(Loop):
-    """The batches of a validation or test. Subclasses may override how results are printed."""
+    """The batches of a validation or test run. Subclasses may override how results are printed."""
 
     def __init__(
         self,

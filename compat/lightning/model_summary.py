@@ -170,7 +170,7 @@ class ModelSummary:
 
     @property
     def flop_counts(self) -> dict[str, dict[Any, int]]:
-        """The number of floating-point operations in each layer, by kind of operation."""
+        """The number of floating-point operations in each layer, by operation type."""
         counts, root = self._counter.get_flop_counts(), type(self.model).__name__
         return {name: dict(counts.get(f"{root}.{name}", {})) for name in self.layer_names}
 
@@ -236,7 +236,7 @@ def summarize(lightning_module: Any, max_depth: int = 1) -> ModelSummary:
 def shown_totals(
     total_parameters: int, trainable_parameters: int, model_size: float, modes: dict[str, int], total_flops: int
 ) -> dict[str, str]:
-    """Return the labels and values of the lines below the table."""
+    """Return the labels and values for the lines below the table."""
     return {
         "Trainable params": get_human_readable_count(trainable_parameters),
         "Non-trainable params": get_human_readable_count(total_parameters - trainable_parameters),

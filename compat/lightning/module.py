@@ -1,4 +1,4 @@
-"""LightningModule and LightningDataModule: Task and DataModule with all attributes of Lightning's classes."""
+"""LightningModule and LightningDataModule: Task and DataModule with all the attributes of Lightning's classes."""
 
 import copy
 import inspect
@@ -59,7 +59,7 @@ _cli_hparams: ContextVar[tuple[type, dict[str, Any]] | None] = ContextVar("Light
 
 @contextmanager
 def hyperparameters_of(kind: type, values: dict[str, Any]) -> Iterator[None]:
-    """Within this context, make new objects of the class save the given hyperparameters."""
+    """Within this context, make new instances of the class save the given hyperparameters."""
     token = _cli_hparams.set((kind, values))
     try:
         yield
@@ -96,14 +96,14 @@ def copied(value: Any) -> Any:
 
 
 def differ(first: Any, second: Any) -> bool:
-    """Return whether two hyperparameters differ. Tensors are equal only if they are the same object."""
+    """Return whether two hyperparameters differ. Tensors are considered equal only if they are the same object."""
     if type(first) is not type(second) or isinstance(first, torch.Tensor):
         return first is not second
     return bool(first != second)
 
 
 class InitialHyperparameters:
-    """Hyperparameters as they were first saved."""
+    """Hyperparameters as originally saved."""
 
     _log_hyperparams = False
 
@@ -167,13 +167,13 @@ class InitialHyperparameters:
 
     @property
     def hparams_initial(self) -> AttributeDict:
-        """A copy of the hyperparameters as they were saved. Modules and other objects are not copied."""
+        """A copy of the hyperparameters as originally saved. Modules and other objects are not copied."""
         hparams: AttributeDict = copied(self.__dict__.get("_hparams_initial", AttributeDict()))
         return hparams
 
 
 class LightningModule(InitialHyperparameters, Task):
-    """A Task with all attributes of a LightningModule."""
+    """A Task with all the attributes of a LightningModule."""
 
     CHECKPOINT_HYPER_PARAMS_KEY = "hyper_parameters"
     CHECKPOINT_HYPER_PARAMS_NAME = "hparams_name"
@@ -184,7 +184,7 @@ class LightningModule(InitialHyperparameters, Task):
     # --- the run ----------------------------------------------------------------------------------------------------
     @property
     def trainer(self) -> Any:
-        """The trainer of the run; None during export. Raises RuntimeError if the module has no trainer."""
+        """The run's trainer; None during export. Raises RuntimeError if the module has no trainer."""
         return None if self.__dict__.get("_is_exported") else Task.trainer.fget(self)  # type: ignore[attr-defined]
 
     @trainer.setter
@@ -302,7 +302,7 @@ class LightningModule(InitialHyperparameters, Task):
 
     # --- optimization -----------------------------------------------------------------------------------------------
     def make_optimizers(self) -> tuple[list[Optimizer], list[SchedulerConfig]]:
-        """Return the optimizers and schedulers for fit. Warn about those that Legato rejects in a task."""
+        """Return the optimizers and schedulers for fit. Warn about any that Legato would reject in a task."""
         return make_optimizers(self)
 
     def clip_gradients(
@@ -336,7 +336,7 @@ class LightningModule(InitialHyperparameters, Task):
             self.untoggle_optimizer(optimizer)
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Use a subclass's `configure_sharded_model`, the older name of the hook, as its `configure_model`."""
+        """Use a subclass's `configure_sharded_model`, the old name for the hook, as its `configure_model`."""
         super().__init_subclass__(**options)
         if "configure_sharded_model" in vars(cls):
             if "configure_model" in vars(cls):
@@ -344,7 +344,7 @@ class LightningModule(InitialHyperparameters, Task):
             cls.configure_model = cls.configure_sharded_model  # type: ignore[assignment]
 
     def configure_sharded_model(self) -> None:
-        """Older name of the hook `configure_model`."""
+        """Old name for the `configure_model` hook."""
 
     def on_validation_model_zero_grad(self) -> None:
         """Called to clear the gradients before validation during training."""
@@ -490,7 +490,7 @@ LightningModule.__jit_unused_properties__ = [  # type: ignore[attr-defined]
 
 
 class LightningDataModule(InitialHyperparameters, DataModule):
-    """A DataModule with all attributes of a LightningDataModule."""
+    """A DataModule with all the attributes of a LightningDataModule."""
 
     name: str | None = None
     CHECKPOINT_HYPER_PARAMS_KEY = "datamodule_hyper_parameters"

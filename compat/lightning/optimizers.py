@@ -59,7 +59,7 @@ class LightningOptimizer(ManualOptimizer):
 
 @dataclass
 class LRSchedulerConfig(SchedulerConfig):
-    """A learning rate scheduler. As in Lightning, the interval "step" counts the batches of an epoch."""
+    """A learning rate scheduler. As in Lightning, the interval "step" counts batches within an epoch."""
 
     module: Any = field(default=None, repr=False, compare=False)
     """The module whose trainer counts epochs and batches."""
@@ -70,7 +70,7 @@ class LRSchedulerConfig(SchedulerConfig):
 
 
 def make_optimizers(module: Any) -> tuple[list[Optimizer], list[SchedulerConfig]]:
-    """Return a module's optimizers and schedulers. Warn about those that Legato rejects in a task."""
+    """Return a module's optimizers and schedulers. Warn about any that Legato would reject in a task."""
     returned = module.configure_optimizers()
     if returned is None:
         rank_zero_warn(f"{type(module).__name__}.configure_optimizers returned None: fit will run with no optimizer.")
@@ -105,7 +105,7 @@ class SampleWeights:
         self.strategy = trainer.strategy
 
     def begin_step(self) -> None:
-        """Do nothing, because the number of samples in a step is known."""
+        """Do nothing, because the number of samples in the step is already known."""
 
     forget = begin_step
 

@@ -7,7 +7,7 @@ from ...base.errors import LegatoError
 
 
 class UnsupportedError(LegatoError, NotImplementedError):
-    """Raised for a feature of Lightning that Legato does not have. The message suggests an alternative."""
+    """Raised for a Lightning feature that Legato does not have. The message suggests an alternative."""
 
 
 class UnsupportedAttributeError(UnsupportedError, AttributeError):
@@ -44,7 +44,7 @@ def internal_name_message(owner: object, name: str) -> str:
 
 
 def overridden(owner: object, names: Iterable[str]) -> list[str]:
-    """Return those of the given method names that one of the program's classes overrides."""
+    """Return the methods in `names` that one of the program's classes overrides."""
     room = __name__.partition(".")[0]
     defined = {name for kind in type(owner).__mro__ if kind.__module__.partition(".")[0] != room for name in vars(kind)}
     return sorted(defined.intersection(names))
@@ -58,7 +58,7 @@ def refuse_overrides(instance: object, names: Iterable[str], way_out: str) -> No
 
 
 class OwnParts:
-    """An object without Lightning's private attributes. Reading them raises an AttributeError with advice."""
+    """Makes reading a private Lightning attribute raise an AttributeError that says what to use instead."""
 
     if not TYPE_CHECKING:  # otherwise a type checker would accept every name
 

@@ -25,7 +25,7 @@ def word_of(precision: str | int) -> str:
 
 
 class Precision:
-    """The precision of a run, selected by name. Legato implements the precision itself."""
+    """A run's precision, selected by name. Legato implements the precision itself."""
 
     precision: str = "32-true"
 
@@ -210,7 +210,7 @@ class TorchSyncBatchNorm(LayerSync):
 
 
 def read_plugins(plugins: Any) -> dict[str, Any]:
-    """Return the Legato Trainer arguments that replace plugins. Raises UnsupportedError for other plugins."""
+    """Return the Legato Trainer arguments that replace the given plugins. Raises UnsupportedError for other plugins."""
     arguments: dict[str, Any] = {}
     requested = list(plugins) if isinstance(plugins, (list, tuple)) else [plugins] if plugins is not None else []
     for plugin in requested:

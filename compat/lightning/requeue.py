@@ -1,4 +1,4 @@
-"""Requeued SLURM jobs. As in Lightning, fit resumes from the checkpoint that the job saved after a signal."""
+"""Support for requeued SLURM jobs. As in Lightning, fit resumes from the checkpoint saved after the signal."""
 
 from pathlib import Path
 from typing import Any
@@ -14,18 +14,18 @@ def is_requeued_by_default() -> bool:
 
 
 def store_checkpoint(root: Any, path: Any) -> None:
-    """Store the path of the checkpoint that this SLURM job resumes from after a requeue."""
+    """Store the path of the checkpoint that this SLURM job will resume from after being requeued."""
     if slurm_job() is not None:
         _note(root).write_text(str(Path(path).absolute()))
 
 
 def stored_checkpoint(root: Any) -> str | None:
-    """Return the stored checkpoint path of this SLURM job if the job was requeued, otherwise None."""
+    """Return the checkpoint path stored for this SLURM job if the job was requeued, otherwise None."""
     return _note(root).read_text() if requeued_job() is not None and _note(root).exists() else None
 
 
 def forget_checkpoint(root: Any) -> None:
-    """Delete the stored path so that later fits in the script do not resume from this checkpoint."""
+    """Delete the stored path so that later fit calls in the script do not resume from this checkpoint."""
     _note(root).unlink(missing_ok=True)
 
 

@@ -1,4 +1,4 @@
-"""Results of a validation or test: the returned values and the printed table."""
+"""Results of a validation or test run: the return value and the printed table."""
 
 from collections.abc import Container, Sequence
 from shutil import get_terminal_size

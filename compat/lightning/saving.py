@@ -1,4 +1,4 @@
-"""Functions of lightning.pytorch.core.saving: hyperparameter files, and loading from a checkpoint."""
+"""Functions from lightning.pytorch.core.saving: hyperparameter files, and loading from a checkpoint."""
 
 import ast
 from argparse import Namespace
@@ -22,7 +22,7 @@ def update_hparams(hparams: dict[str, Any], updates: Mapping[str, Any]) -> None:
 
 
 def load_hparams_from_yaml(config_yaml: str | Path, use_omegaconf: bool = True) -> Any:
-    """Return the hyperparameters in a YAML file, or an empty dict if the file does not exist."""
+    """Return the hyperparameters from a YAML file, or an empty dict if the file does not exist."""
     if not Path(config_yaml).is_file():
         return {}
     text = Path(config_yaml).read_text()

@@ -68,7 +68,7 @@ class TrainerState(State):
 
     @classmethod
     def of(cls, state: State, trainer: Any) -> "TrainerState":
-        """Return a TrainerState with the values of another state."""
+        """Return a TrainerState with the values from another state."""
         loop_state = state if isinstance(state, cls) else cls(**state.to_dict())
         loop_state.trainer = trainer
         return loop_state

@@ -73,13 +73,13 @@ class Strategy(strategy.Strategy):
 
     @property
     def lightning_module(self) -> "LightningModule | None":
-        """The module of the run; None before a run."""
+        """The run's module, or None before a run."""
         module: LightningModule | None = self.task or self._lightning_module  # type: ignore[assignment]
         return module
 
     @property
     def model(self) -> nn.Module | None:
-        """The module of the run; None before a run."""
+        """The run's module, or None before a run."""
         return self.lightning_module
 
     def connect(self, model: Any) -> None:
@@ -165,7 +165,7 @@ class Strategy(strategy.Strategy):
 
 
 class CheckpointIO(ABC):
-    """Base class for checkpoint I/O plugins. A Trainer rejects them, because Legato writes checkpoints itself."""
+    """Base class for checkpoint I/O plugins. The Trainer rejects them because Legato writes checkpoints itself."""
 
     @abstractmethod
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
@@ -214,7 +214,7 @@ class OwnBackward(strategy.Strategy):
     ) -> None:
         """Compute gradients.
 
-        `last` is a bool if a run calls this method, and an optimizer or None if a program calls it.
+        `last` is a bool when a run calls this method, and an optimizer or None when a program calls it.
         """
         if isinstance(last, bool) and optimizer is None:
             super().backward(loss, last, inputs, retain_graph)

@@ -160,7 +160,7 @@ class Trainer(TrainerAttributes):
         self._make_loops()
 
     def _arguments_of_files_and_ranks(self, strategy: Any, devices: Any) -> dict[str, Any]:
-        """Return Legato's Trainer arguments for the checkpoint format and the ranks of a script."""
+        """Return Legato's Trainer arguments for the checkpoint format and a script's ranks."""
         self.files, self.starts_script = LightningFile(self), starts_script(strategy)
         is_alone = devices in (1, "1") or (isinstance(devices, list) and len(devices) == 1)
         # for a Trainer with a single process, each rank of a script is independent
@@ -168,7 +168,7 @@ class Trainer(TrainerAttributes):
         return {"checkpoint_format": self.files, **place}
 
     def _show_arguments(self, arguments: dict[str, Any], algorithm: str | None) -> None:
-        """Set the attributes that a program may read before a run, such as limits and the logger of fast_dev_run."""
+        """Set the attributes that a program may read before a run, such as limits and fast_dev_run's logger."""
         if algorithm is None:  # hooks then receive None, as in Lightning
             self.gradient_clip_algorithm = None  # type: ignore[assignment]
         if not self.fast_dev_run:
@@ -201,7 +201,7 @@ class Trainer(TrainerAttributes):
         return state
 
     def check(self, *owners: Any) -> None:
-        """Warn about methods whose names resemble hooks. Raises TaskError if a hook has the wrong arguments.
+        """Warn about methods whose names resemble hook names. Raises TaskError if a hook has the wrong arguments.
 
         Until the Trainer method returns, Lightning callbacks also have the module's `log` and `log_dict` methods.
         """
@@ -248,7 +248,7 @@ class Trainer(TrainerAttributes):
             submodule.training = self.modes_before.get(name, submodule.training)
 
     def end_epoch(self) -> None:
-        """End an epoch. If a run stops during an epoch, that epoch is also counted, even if no steps were completed."""
+        """End an epoch. If a run stops during an epoch, that epoch counts too, even if no steps were completed."""
         run, state = self.current_run, self.state
         epoch = state.epoch
         # the last step is a logging point only if log_every_n_steps is due
@@ -360,7 +360,7 @@ class Trainer(TrainerAttributes):
         ckpt_path: Any = None,
         weights_only: bool | None = None,
     ) -> list[Any] | None:
-        """Return the predictions of all ranks in the order of the data, or None if return_predictions is False."""
+        """Return all ranks' predictions in dataset order, or None if return_predictions is False."""
         with self._status(TrainerFn.PREDICTING):
             self._prepare("predict", model, dataloaders=dataloaders, datamodule=datamodule)
             keep = return_predictions is not False

@@ -66,7 +66,7 @@ class LearningRateSweep(Callback):
 
     # --- the run ----------------------------------------------------------------------------------------------------
     def on_train_start(self, trainer: "Trainer", task: Task) -> None:
-        """Remove the schedulers and set the first learning rate. Raises ConfigError unless there is one optimizer."""
+        """Remove the schedulers and set the first rate. Raises ConfigError unless there is exactly one optimizer."""
         if len(trainer.optimizers) != 1:
             raise ConfigError(f"A learning rate sweep needs one optimizer, but the task has {len(trainer.optimizers)}.")
         trainer.lr_scheduler_configs.clear()
@@ -100,7 +100,7 @@ class LearningRateSweep(Callback):
             group["lr"] = rate
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the results, which are loaded in the parent process."""
+        """Return the results so that the parent process can load them."""
         return {"results": {name: list(values) for name, values in self.results.items()}}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -174,7 +174,7 @@ class Tuner:
         Args:
             mode: "power" doubles the size, starting at `init_val`, until memory runs out. "binsearch" then bisects
                 between the largest size that fits and the smallest size that does not, and reduces the result by the
-                fraction `margin`. Both modes also stop when one batch contains all of the data.
+                fraction `margin`. Both modes also stop when a single batch contains all the data.
 
         Raises MisconfigurationException for any other mode, if loaders are passed (because their batch size is fixed),
         if no object has the attribute `batch_arg_name`, and if even the smallest size does not fit.
@@ -304,7 +304,7 @@ def _largest_size(all_in_one: Callable[[int], bool], mode: str, start: int, tria
 
 @contextmanager
 def trial_of(trainer: "Trainer", task: Task, *data: Any) -> Iterator[tuple["Trainer", Task]]:
-    """Yield a copy of the trainer that writes nothing and a copy of the task, and discard both afterwards.
+    """Yield a copy of the trainer that writes nothing and a copy of the task, and discard both afterward.
 
     On exit, restores the random number generators and the `trainer` attribute of the data modules in `data`. Raises
     ConfigError if the trainer is running with multiple processes.

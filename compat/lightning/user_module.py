@@ -1,4 +1,4 @@
-"""Checks the module that a program passes to a Trainer. It may be compiled or have hooks from Lightning 1."""
+"""Checks the module that a program passes to a Trainer. The module may be compiled or use Lightning 1 hooks."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Functions of lightning.pytorch.utilities and lightning.fabric.utilities."""
+"""Functions from lightning.pytorch.utilities and lightning.fabric.utilities."""
 
 import gc
 import importlib.util
@@ -92,7 +92,7 @@ def launched_rank() -> int | None:
 
 
 def reset_seed() -> None:
-    """Reset all generators to the seed set by `seed_everything`. If that function was not called, do nothing."""
+    """Reset all random generators to the seed set by `seed_everything`, or do nothing if it was not called."""
     seed = get_variable("PL_GLOBAL_SEED")
     if seed is not None:
         seed_everything(int(seed), get_variable("PL_SEED_WORKERS") == "1", verbose=False)
@@ -177,12 +177,12 @@ class DeviceDtypeMixin(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """The device of the parameters, or the CPU if there are no parameters."""
+        """The parameters' device, or the CPU if there are no parameters."""
         return next((parameter.device for parameter in self.parameters()), CPU_DEVICE)
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the parameters, or torch's default dtype if there are no parameters."""
+        """The parameters' dtype, or torch's default dtype if there are no parameters."""
         dtypes = (parameter.dtype for parameter in self.parameters() if parameter.is_floating_point())
         return next(dtypes, torch.get_default_dtype())
 
@@ -198,7 +198,7 @@ def original_module(model: Any) -> nn.Module | None:
 
 
 def is_oom_error(exception: BaseException) -> bool:
-    """Return whether an error, possibly from a worker process, means that device or host memory ran out."""
+    """Return whether an error, possibly from a worker process, means that the device or the host ran out of memory."""
     words = ("out of memory", "DefaultCPUAllocator: can't allocate memory", "CUDNN_STATUS_NOT_SUPPORTED")
     return isinstance(exception, (RuntimeError, WorkerError)) and any(word in str(exception) for word in words)
 

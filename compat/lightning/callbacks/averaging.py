@@ -95,7 +95,7 @@ class StochasticWeightAveraging(weight_averaging.WeightAveraging, Callback):
 
     # --- training ---------------------------------------------------------------------------------------------------
     def setup(self, trainer: "Trainer", task: "Task", stage: str) -> None:
-        """Compute the first epoch to average. Raises ConfigError for a fractional start without `max_epochs`."""
+        """Compute the first epoch to average. Raises ConfigError for a fractional start if `max_epochs` is not set."""
         super().setup(trainer, task, stage)
         if stage != "fit":
             return
@@ -113,7 +113,7 @@ class StochasticWeightAveraging(weight_averaging.WeightAveraging, Callback):
         self.swa_start = max(start - 1, 0)
 
     def on_fit_start(self, trainer: "Trainer", task: "Task") -> None:
-        """Raise ConfigError unless there is one optimizer and `swa_lrs` has one rate or one per parameter group."""
+        """Raise ConfigError unless there is exactly one optimizer and `swa_lrs` has one rate or one per group."""
         groups = [len(optimizer.param_groups) for optimizer in trainer.optimizers]
         if len(groups) != 1 or len(self.swa_lrs) not in (1, groups[0]):
             raise ConfigError(

@@ -18,7 +18,7 @@ Number = int | float
 
 
 class ProgressBar(ProgressDisplay, Callback):
-    """Base class for progress bars. Provides the number of batches and the description of each stage."""
+    """Base class for progress bars. Provides batch counts and a description for each stage."""
 
     _trainer: "Trainer | None" = None
     _current_eval_dataloader_idx: int | None = None
@@ -28,7 +28,7 @@ class ProgressBar(ProgressDisplay, Callback):
 
     @property
     def trainer(self) -> "Trainer":
-        """The trainer of the run. Raises TypeError before a run."""
+        """The run's trainer. Raises TypeError before a run."""
         if self._trainer is None:
             raise TypeError(f"The `{type(self).__name__}._trainer` reference has not been set yet.")
         return self._trainer
@@ -101,7 +101,7 @@ class ProgressBar(ProgressDisplay, Callback):
             self.disable()
 
     def get_metrics(self, trainer: "Trainer", pl_module: "Task") -> dict[str, Any]:
-        """Return the values to show in the bar. Override this method to show other values."""
+        """Return the values to show in the bar. Override this method to show different values."""
         return {**get_standard_metrics(trainer), **trainer.progress_bar_metrics}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -128,5 +128,5 @@ def get_standard_metrics(trainer: "Trainer") -> dict[str, int | str]:
 
 
 def convert_inf(x: Number | None) -> Number | None:
-    """Return a number of batches, or None if it is infinity or NaN, which tqdm does not accept."""
+    """Return a number of batches, or None if it is infinite or NaN, which tqdm does not accept."""
     return None if x is None or math.isinf(x) or math.isnan(x) else x

@@ -34,7 +34,7 @@ def with_lightnings_names(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def without_empty(calls: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return a hook's calls, except those to empty hooks. Calls to callbacks are `functools.partial` objects."""
+    """Return a hook's calls, leaving out calls to empty hooks. Calls to callbacks are `functools.partial` objects."""
     return tuple(call for call in calls if getattr(getattr(call, "func", None), "__func__", None) not in EMPTY_HOOKS)
 
 

@@ -1,4 +1,4 @@
-"""The callbacks of a Trainer: those that a program passes and those that other arguments add."""
+"""A Trainer's callbacks: those that the program passes and those that other arguments add."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

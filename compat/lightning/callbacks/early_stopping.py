@@ -74,7 +74,7 @@ class EarlyStopping(early_stopping.EarlyStopping, Callback):
     # --- state ------------------------------------------------------------------------------------------------------
     @property
     def state_key(self) -> str:
-        """Key of this callback's state in a checkpoint, unique to its metric and mode."""
+        """Key for this callback's state in a checkpoint, unique to its metric and mode."""
         return self._generate_state_key(monitor=self.monitor, mode=self.mode)
 
     def state_dict(self) -> dict[str, Any]:

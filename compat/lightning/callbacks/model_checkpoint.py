@@ -157,7 +157,7 @@ class ModelCheckpoint(Checkpoint):
     # --- state ------------------------------------------------------------------------------------------------------
     @property
     def state_key(self) -> str:
-        """Key of this callback's state in a checkpoint, unique to its monitor, mode and intervals."""
+        """Key for this callback's state in a checkpoint, unique to its monitor, mode and intervals."""
         return self._generate_state_key(
             monitor=self.monitor,
             mode=self.mode,
@@ -215,7 +215,7 @@ class ModelCheckpoint(Checkpoint):
             warnings.warn(f"Checkpoint directory {folder} exists and is not empty.", stacklevel=2)
 
     def find_folder(self, trainer: "Trainer") -> None:
-        """If `dirpath` is not set, set it to the folder that rank 0 determines."""
+        """If `dirpath` is not set, set it to the folder that rank 0 chooses."""
         if trainer.running:
             self.dirpath = trainer.broadcast(self.__resolve_ckpt_dir(trainer))
 
@@ -461,7 +461,7 @@ class ModelCheckpoint(Checkpoint):
         trainer.strategy.collectives.barrier()
 
     def _should_remove_checkpoint(self, trainer: "Trainer", previous: str, current: str) -> bool:
-        """Return whether to remove a checkpoint. Keep one that was just written or that the run was resumed from."""
+        """Return whether to remove a checkpoint. Keep it if it was just written or if the run resumed from it."""
         source = trainer.current_run.source
         if previous == current or (source is not None and Path(previous).absolute() == Path(source).absolute()):
             return False

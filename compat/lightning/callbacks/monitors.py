@@ -35,7 +35,7 @@ class LearningRateMonitor(learning_rate_monitor.LearningRateMonitor, Callback):
         self.lrs, self.last_momentum_values, self.last_weight_decay_values = {}, {}, {}
 
     def on_train_start(self, trainer: "Trainer", *args: Any, **kwargs: Any) -> None:
-        """Clear the values of the previous run. Raises MisconfigurationException if there is no logger."""
+        """Clear the values from the previous run. Raises MisconfigurationException if there is no logger."""
         if not trainer.loggers:
             raise ConfigError("Cannot use `LearningRateMonitor` callback with `Trainer` that has no logger.")
         if self.log_momentum and not any({"momentum", "betas"} & item.defaults.keys() for item in trainer.optimizers):
@@ -54,7 +54,7 @@ class LearningRateMonitor(learning_rate_monitor.LearningRateMonitor, Callback):
             self._log(trainer, step, self._rates(trainer, "step"))
 
     def on_train_epoch_start(self, trainer: "Trainer", *args: Any, **kwargs: Any) -> None:
-        """Log the learning rates of the epoch unless the run resumed in the middle of the epoch."""
+        """Log the epoch's learning rates unless the run resumed mid-epoch."""
         self._logged_step = -1
         if trainer.state.epoch_steps == 0:
             self._log(trainer, trainer.state.global_step, self._rates(trainer, "epoch"))

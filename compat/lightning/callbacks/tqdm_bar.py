@@ -44,7 +44,7 @@ class Tqdm(tqdm):  # type: ignore[type-arg]
 
 
 def stage_bar(stage: str) -> Any:
-    """Return a property for the bar of a stage. Reading the property before the bar exists raises TypeError."""
+    """Return a property for a stage's bar. Reading the property before the bar exists raises TypeError."""
 
     def get(self: Any) -> Any:
         bar = getattr(self, f"_{stage}_progress_bar")

@@ -64,7 +64,7 @@ class DeviceStatsMonitor(device_stats_monitor.DeviceStatsMonitor, Callback):
 
     # private in Lightning; programs replace it
     def _get_and_log_device_stats(self, trainer: Any, key: str) -> None:
-        """Log rank 0's statistics under the name of a hook."""
+        """Log rank 0's statistics under a hook's name."""
         if not trainer._logger_connector.should_update_logs or not trainer.is_global_zero:
             return
         prefix, step = f"{type(self).__qualname__}.{key}", trainer.fit_loop.epoch_loop._batches_that_stepped

@@ -17,7 +17,7 @@ STANDS_FOR = {"lightning": ROOT, "pytorch_lightning": f"{ROOT}.pytorch", "lightn
 
 
 def register_name(top: str) -> None:
-    """Register Legato's modules in sys.modules under Lightning's names below `top`."""
+    """Register Legato's modules in sys.modules under the corresponding names in the package `top`."""
     trees = [f"{ROOT}.pytorch", f"{ROOT}.fabric"]
     for tree in trees:
         import_module(tree)
