@@ -82,7 +82,7 @@ def pins_memory() -> bool:
 
 
 def _question(device: torch.device, name: str) -> Any:
-    """Return a function in the device's module, such as torch.cuda.get_device_name, or None if there is none."""
+    """Return a function from the device's module, such as torch.cuda.get_device_name, or None if there is none."""
     return getattr(getattr(torch, device.type, None), name, None)
 
 
@@ -176,13 +176,13 @@ def built_with() -> dict[str, str | None]:
 
 @cache  # a build of torch has at most one accelerator; querying torch in each step would cost 3 us
 def device_module() -> Any:
-    """Return the module of this process's accelerator, such as torch.cuda, or None."""
+    """Return the torch module for this process's accelerator, such as torch.cuda, or None."""
     accelerator = torch.accelerator.current_accelerator()
     return None if accelerator is None else torch.get_device_module(accelerator)
 
 
 def _module_in_use() -> Any:
-    """Return the module of this process's accelerator, or None if nothing has used the device yet.
+    """Return the torch module for this process's accelerator, or None if nothing has used the device yet.
 
     Reading a device's generators would initialize it, which fails in loader workers after a fork.
     """

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class Closure:
     """Callable that returns a step's loss. When it is first called, the gradients have already been computed.
 
-    Each later call clears the gradients, reruns all batches of the step without logging, and clips the new gradients.
+    Each later call clears the gradients, reruns all of the step's batches without logging, and clips the new gradients.
     The first call does the same if the gradients have been cleared or the weights have changed.
     """
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def no_gradients(run: "Run") -> AbstractContextManager[Any]:
-    """Return the context manager that disables gradients during an evaluation."""
+    """Return a context manager that disables gradients during an evaluation."""
     # inference mode is faster, but its tensors cannot join an autograd graph, as some strategies require later
     return (
         torch.inference_mode() if run.trainer.inference_mode and run.strategy.allows_inference_mode else torch.no_grad()

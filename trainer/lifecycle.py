@@ -70,7 +70,8 @@ def begin(trainer: "Trainer", request: Request) -> Iterator[Run]:
 def named(run: Call, error: BaseException) -> BaseException:
     """Return the error to raise: `error`, or one that explains it.
 
-    If the process exited, a debugger quit, or a collective failed, the explanation reports the ranks and the cause.
+    If the process exited, the user quit a debugger, or a collective failed, the explanation reports the ranks and the
+    cause.
     """
     # a preempted run exits with RESUME_ME on purpose, once its checkpoint is complete
     if type(error) is SystemExit and error.code != RESUME_ME and run.loop.remaining == "steps":

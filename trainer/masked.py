@@ -2,7 +2,7 @@
 
 A forward pass that gathers parameters (FSDP) is a collective, so a process with fewer batches must still take part. It
 runs a batch from the process with the most batches and discards the results: the loss is multiplied by zero, logged
-values are dropped, buffers and metrics are restored, and no batch hook is called.
+values are dropped, buffers and metrics are restored, and no batch hooks are called.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -69,7 +69,7 @@ def counted(run: Any, batches: Iterable[ReplicaBatch], step: str, arity: int) ->
 
 @contextmanager
 def discarding_effects(run: Any, item: ReplicaBatch) -> Iterator[None]:
-    """Use separate random numbers in this context and revert any changes made to metrics and buffers within it."""
+    """Within this context, use separate random numbers and revert any changes made to metrics and buffers."""
     metrics, state = run.metrics, run.state
     buffers = list(run.task.buffers())
     # buffers are copied for each masked batch, since another process counts these samples in batch norm

@@ -1,8 +1,8 @@
 """Preemption: a run that receives a termination signal saves a checkpoint to resume from, and exits.
 
 The handler only records the signal. The ranks then agree (processes/agreement.py) to stop after the same step or during
-the same validation, which a resumed run repeats. Before the first step, there is nothing to save, so a signal ends the
-run immediately.
+the same validation run, which is repeated on resume. Before the first step, there is nothing to save, so a signal ends
+the run immediately.
 """
 
 import logging
@@ -51,7 +51,7 @@ class Preemption:
 
     @contextmanager
     def handle_signals(self) -> Iterator[None]:
-        """Handle signals in this context. An evaluation has nothing to save, so a signal ends it immediately."""
+        """Handle signals within this context. An evaluation has nothing to save, so a signal ends it immediately."""
         if self.stage != "fit":
             with self.watch:
                 yield
@@ -76,7 +76,7 @@ class Preemption:
         self.watch.nothing_to_save = False
 
     def expect_end(self, failed: bool) -> None:
-        """Only record signals from now on, because the run is closing.
+        """From now on, only record signals, because the run is closing.
 
         An exception from a signal handler would skip the rest of the teardown. Unless the run failed, a recorded signal
         ends the process after the teardown.
@@ -90,7 +90,7 @@ class Preemption:
             raise Preempted
 
     def until_preempted(self, batches: Iterable[ReplicaBatch]) -> Iterator[ReplicaBatch]:
-        """Yield a validation's batches. Raises Preempted on every rank if any rank receives a termination signal."""
+        """Yield a validation run's batches. Raises Preempted on all ranks if any rank receives a termination signal."""
         if not self.started:
             yield from batches
             return
@@ -127,7 +127,7 @@ class Preemption:
             raise end from None
 
     def leave_evaluation(self) -> None:
-        """Discard a validation in progress and return to training."""
+        """Discard the validation run in progress and return to training."""
         run = self.trainer.current_run
         if run.loop.doing == "train":
             return

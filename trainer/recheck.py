@@ -1,8 +1,8 @@
 """Recheck: computes a step twice before its update, to detect hardware that silently computes wrong results.
 
 Large runs encounter such silent data corruption about once a week (Gemini, arXiv:2312.11805; Llama 3,
-arXiv:2407.21783). Gradients are hashed within the backward pass, before the sum over ranks, which would propagate a
-corrupted gradient to every rank.
+arXiv:2407.21783). Gradients are hashed during the backward pass, before they are summed across ranks, which would
+propagate a corrupted gradient to every rank.
 """
 
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ BITS = 2**64 - 1
 
 
 class Recheck:
-    """Recomputes the first and every n-th step, and checks that the hashes match those of the original computation.
+    """Recomputes the first step and every n-th step, and checks that the hashes match those of the original step.
 
     The recomputation logs nothing and restores metrics and generators, so it does not affect the run.
     """
@@ -99,7 +99,7 @@ class Recheck:
         return hashes
 
     def end_step(self, step: StepInput) -> None:
-        """Compute the step again if a recheck is due and compare the hashes.
+        """If a recheck is due, recompute the step and compare the hashes.
 
         All ranks must call this before the update. Raises CorruptionError on all ranks if a hash differs.
         """
@@ -195,7 +195,7 @@ def leaves_of(loss: Tensor) -> Iterator[Tensor]:
 
 
 def use_recheck(call: "Call", optimization: Optimization) -> None:
-    """Set up `trainer.recheck_every`. Raises ConfigError if the steps of the run cannot be computed twice."""
+    """Set up `trainer.recheck_every`. Raises ConfigError if the run's steps cannot be recomputed."""
     every = call.trainer.recheck_every
     if every is None:
         return

@@ -77,7 +77,7 @@ def needs_workers(trainer: "Trainer", request: Request) -> bool:
 
 
 def _batch_holders(trainer: "Trainer") -> int:
-    """Return the number of processes, or groups of processes, that will work on separate batches."""
+    """Return the number of processes, or groups of processes, that will work on different batches."""
     strategy = trainer.strategy
     return strategy.state_dicts.parts(strategy.local_processes(trainer.device_list) * trainer.num_nodes).batches
 

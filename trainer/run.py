@@ -164,7 +164,7 @@ class Call:
         return f"{self.loop.doing} at step {self.state.global_step}" if self.stage == "fit" else self.loop.doing
 
     def check_losses(self) -> None:
-        """Raise NonFiniteError on every rank if a loss since the last check was not finite."""
+        """Raise NonFiniteError on every rank if any loss since the last check was non-finite."""
         self.strategy.timeouts.end_startup()
         if self.trainer.nan == "raise":
             try:
@@ -173,7 +173,7 @@ class Call:
                 raise explained(self.trainer, error) from None
 
     def require_same_weights(self) -> None:
-        """Raise DisagreementError if weights that should be equal on all ranks differ. All ranks must call this."""
+        """Raise DisagreementError if weights that should be identical on all ranks differ. All ranks must call this."""
         self.drift.compare(self.state.global_step, self.agreement.elapsed)
 
     def agree_on_stop(self) -> None:
@@ -231,7 +231,7 @@ class Run(Call):
         """Return a batch on its device, and attribute the next logged values and random numbers to its replica.
 
         Args:
-            again: whether the step is running this batch again, with the random numbers of the first pass.
+            again: whether the step is running this batch again, with the same random numbers as in the first pass.
         """
         (self.metrics.return_to_batch if again else self.metrics.open_batch)(item.replica, item.samples)
         # Loading the batch may have left the generators keyed for its first forward pass. A repeat does not load the
@@ -302,7 +302,7 @@ class Run(Call):
                     getattr(logger, method)(values, step)
 
     def log_point(self) -> Reduced:
-        """Return the latest step's values over all replicas, and reach the same agreement as `agree_on_stop`.
+        """Return the latest step's values across all replicas, and reach the same agreement as `agree_on_stop`.
 
         If the same ranks take part in both, a single collective carries losses, names, values and requests to stop.
         Raises NonFiniteError on every rank if a loss since the last check was not finite.
@@ -329,13 +329,13 @@ class Run(Call):
         return reduced
 
     def bad_weights(self) -> list[str]:
-        """Return the names of trained parameters that are not finite. All ranks must call this."""
+        """Return the names of the trainable parameters that are not finite. All ranks must call this."""
         return bad_weights(self.trainer)
 
     def seed_hooks(self, hook: str) -> None:
         """Seed the generators for a hook, identically on all ranks.
 
-        Otherwise, random numbers would depend on each rank's last replica.
+        Otherwise, random numbers would depend on which replica each rank ran last.
         """
         state = self.state
         seed_generators(hook_key(state.seed, hook, state.global_step, state.epoch))
@@ -418,7 +418,7 @@ class Run(Call):
             log.warning("%s", problem)
 
     def hint_at_few_points(self) -> None:
-        """If the run has fewer steps than log_every_n_steps, log a hint that only its last step is logged."""
+        """If the run has fewer steps than log_every_n_steps, log a hint that only the last step will be logged."""
         trainer = self.trainer
         steps, every = trainer.estimated_stepping_batches, trainer.log_every_n_steps
         if steps < every and trainer.loggers and trainer.is_global_zero:
@@ -434,7 +434,7 @@ class Run(Call):
             self.trainer.publish(self.metrics.newest_values(), write=False)
 
     def call_epoch_end(self, stage: str) -> None:
-        """Publish the epoch's values and call the hooks that end the epoch. In training, skip late callbacks."""
+        """Publish the epoch's values and call the end-of-epoch hooks. During training, skip late callbacks."""
         self.metrics.suffix, self.metrics.in_step = "", False
         self.metrics.leave_batches(1)  # weight such a hook's values as one batch, for any number of processes
         name = f"on_{stage}_epoch_end"
@@ -459,13 +459,13 @@ class Run(Call):
             callback.save_cut_epoch(self.trainer)
 
     def begin_validation(self) -> None:
-        """Begin a validation in the middle of training."""
+        """Begin a validation run in the middle of training."""
         self.check_losses()  # a NaN ends the run now, not after a useless validation
         self.loop.doing = "validation"
         self.optimization.begin_evaluation()
 
     def end_validation(self) -> None:
-        """Return to training after a validation and agree with the other ranks on whether to stop."""
+        """Return to training after a validation run and agree with the other ranks on whether to stop."""
         self.optimization.end_evaluation()
         self.loop.doing = "train"
         self.metrics.open("train", fresh=False)

@@ -96,8 +96,8 @@ class Schedule:
     def step_by_epoch(self) -> None:
         """Once per epoch, at the last step if it is known, step the epoch-interval schedulers that need no metric.
 
-        This happens before the validation that ends the epoch, so that a checkpoint saved during that validation
-        contains the next epoch's learning rates.
+        This happens before the validation run at the end of the epoch, so that a checkpoint saved during it contains
+        the next epoch's learning rates.
         """
         if self.state.scheduled_epochs <= self.state.epoch:
             self.state.scheduled_epochs = self.state.epoch + 1
@@ -128,7 +128,7 @@ class Schedule:
 
     # --- validation -------------------------------------------------------------------------------------------------
     def validation_is_due(self) -> bool:
-        """Return whether this step is followed by a mid-epoch validation."""
+        """Return whether this step is followed by a mid-epoch validation run."""
         every, seconds, state = self.data.validation_rounds, self.data.validation_seconds, self.state
         if (every is None and seconds is None) or not state.epoch_steps or state.validated_at == state.global_step:
             return False
@@ -157,7 +157,7 @@ class Schedule:
         return complete and not within_epochs and epochs is not None and is_due_by_epoch
 
     def note_validation(self) -> None:
-        """Record the step and time at which the latest validation ended."""
+        """Record the step and time at which the latest validation run ended."""
         self.state.validated_at, self.loop.validated_after = self.state.global_step, self.seconds()
 
     def seconds(self) -> float:

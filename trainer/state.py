@@ -54,7 +54,7 @@ class State:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "State":
-        """Create a State from the result of `to_dict`. Raises CheckpointError for a missing field or a wrong type."""
+        """Create a State from a dict. Raises CheckpointError if a field is missing or of the wrong type."""
         defaults = {item.name: getattr(cls(), item.name) for item in fields(cls)}
         missing = sorted(defaults.keys() - values.keys())
         if missing:

@@ -30,7 +30,7 @@ class Switch(NamedTuple):
 
 
 def of_attribute(path: str) -> Switch:
-    """Return the switch for an attribute of torch.backends or of one of its modules."""
+    """Return the switch for an attribute of torch.backends or one of its modules."""
     parents, _, name = path.rpartition(".")
     return Switch(
         lambda: attrgetter(path)(torch.backends),
@@ -62,7 +62,7 @@ def of_dtype(read: Callable[[], torch.dtype], write: Callable[[torch.dtype], obj
 
 
 def of_autocast(device: str) -> Switch:
-    """Return the switch for autocast's dtype for a device type."""
+    """Return the switch for a device type's autocast dtype."""
     return of_dtype(lambda: torch.get_autocast_dtype(device), lambda dtype: torch.set_autocast_dtype(device, dtype))
 
 
@@ -169,7 +169,7 @@ def write_switches(values: Mapping[str, Any]) -> None:
 
 @contextmanager
 def settings(deterministic: bool | str, detect_anomaly: bool, threads: int | None) -> Iterator[None]:
-    """Apply a run's settings to torch's switches in this context; `deterministic` may be "warn"."""
+    """Apply a run's settings to torch's switches within this context; `deterministic` may be "warn"."""
     # restored at the end: the process may continue with another run, as in a notebook
     before = read_switches(("deterministic_algorithms", "cudnn_benchmark", "threads"))
     memory: Any = torch.utils.deterministic  # Any: type checkers do not see this module's attribute

@@ -189,7 +189,7 @@ class Trainer(TrainerView):  # noqa: D101 - arguments and docstring come from Tr
 
     # --- around the steps -------------------------------------------------------------------------------------------
     def begin_epoch(self) -> None:
-        """Begin an epoch, or continue one from the middle."""
+        """Begin an epoch, or continue one that was interrupted."""
         run, state, every = self.current_run, self.state, self.reload_dataloaders_every_n_epochs
         if every and state.epoch and state.epoch % every == 0 and not state.epoch_steps:
             make_loaders(run)
@@ -273,7 +273,7 @@ class Trainer(TrainerView):  # noqa: D101 - arguments and docstring come from Tr
             return evaluation.results(run, request)
 
     def evaluate(self, stage: str, limit: int | None = None, keep_outputs: bool = False) -> None:
-        """Run one pass over the "validation", "test" or "predict" loaders, counting every sample once."""
+        """Run one pass over the "validation", "test" or "predict" loaders, counting each sample exactly once."""
         run, state = self.current_run, self.state
         hooks, metrics, data, outputs = run.hooks, run.metrics, run.data.evaluations, run.loop.outputs
         step, (arity, begin, end) = f"{stage}_step", evaluation.calls_of(run, stage)
@@ -312,7 +312,7 @@ class Trainer(TrainerView):  # noqa: D101 - arguments and docstring come from Tr
         self.saver.save(to_location(path), weights_only, asynchronous)
 
     def remove_checkpoint(self, path: str | Path) -> None:
-        """Delete a checkpoint that this run wrote. Any rank may call this, but rank 0 deletes the files."""
+        """Delete a checkpoint that this run wrote. Any rank may call this, but only rank 0 deletes the files."""
         self.saver.remove(to_location(path))
 
 

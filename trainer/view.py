@@ -72,7 +72,7 @@ class TrainerView(TrainerArguments):
 
     @property
     def elapsed(self) -> float:
-        """Elapsed time of the run in seconds, including all resumes. All ranks have the same value."""
+        """Elapsed time of the run in seconds, across all resumes. The value is the same on all ranks."""
         # not this process's clock, which would let ranks with a time limit stop at different steps
         return self.run.agreement.elapsed if self.run is not None else self.state.elapsed
 
@@ -113,7 +113,7 @@ class TrainerView(TrainerArguments):
 
     @property
     def evaluating(self) -> bool:
-        """Whether a validation or a test is in progress."""
+        """Whether a validation or test run is in progress."""
         return self.validating or self.testing
 
     # --- processes --------------------------------------------------------------------------------------------------
@@ -220,7 +220,7 @@ class TrainerView(TrainerArguments):
     # --- metrics and lengths ----------------------------------------------------------------------------------------
     @property
     def callback_metrics(self) -> "dict[str, Tensor]":
-        """The latest value of each logged name, including values that callbacks add."""
+        """The latest value logged under each name, including values that callbacks add."""
         return self.agreed_metrics
 
     def is_measured_now(self, name: str) -> bool:
@@ -276,7 +276,7 @@ class TrainerView(TrainerArguments):
 
     @property
     def first_validation_step(self) -> int | None:
-        """Step of the first validation in a run that starts now; None if it never validates or the step is unknown."""
+        """Step of the first validation in a run started now; None if it never validates or the step is unknown."""
         if not sum(self.num_val_batches):
             return None
         every = self.check_val_every_n_epoch

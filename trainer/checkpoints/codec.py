@@ -1,7 +1,7 @@
 """Encodes nested values as JSON and named tensors, and decodes them, without using pickle.
 
-A value of a type that JSON does not support is encoded as a mark, `{"__legato__": KIND, "value": ...}`. The mark of a
-tensor contains the name of a file and the tensor's name in that file.
+A value of a type that JSON does not support is encoded as a mark, `{"__legato__": KIND, "value": ...}`. A tensor's mark
+contains a file name and the tensor's name in that file.
 """
 
 import base64
@@ -270,7 +270,7 @@ Tensors = dict[tuple[str, str], Tensor]
 def unflatten(
     tree: Any, tensors: Mapping[str, Mapping[str, Tensor]], files: ShardFiles | None = None
 ) -> dict[str, Any]:
-    """Rebuild a value that `flatten` has split. Shards are read from `files`.
+    """Rebuild a value that was split by `flatten`. Shards are read from `files`.
 
     Each sharded tensor is returned as a `StoredTensor`. Raises CheckpointError if the tree and the tensors do not
     match.

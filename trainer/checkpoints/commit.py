@@ -161,8 +161,8 @@ def copy_whole(source: Location, target: Location) -> None:
 def on_all_ranks(ranks: Ranks, action: Callable[[], T]) -> list[T]:
     """Call `action` on every rank and return the results in rank order.
 
-    If `action` fails on this rank, raises its exception. If it fails only on other ranks, raises a CheckpointError with
-    the error message from one of these ranks.
+    If `action` fails on this rank, re-raises its exception. If it fails only on other ranks, raises a CheckpointError
+    with the error message from one of these ranks.
     """
     if ranks.size == 1:
         return [action()]

@@ -6,7 +6,7 @@ step-00001200/
 |-- model-00002.safetensors, tensors-00002.safetensors
 |                          rank 2's shards of sharded tensors (shards.py)
 |-- ../base/3f5a...safetensors
-|                          untrained weights, shared by all checkpoints in the folder (frozen_base.py)
+|                          frozen weights, shared by all checkpoints in the folder (frozen_base.py)
 |-- state.json             everything else, with marks in place of tensors (codec.py)
 `-- manifest.json          sizes and SHA-256 sums of the files; it is written last and commits the checkpoint
 """
@@ -49,7 +49,7 @@ def check_sizes(checkpoint: Location) -> Manifest:
 
 
 def load_manifest(checkpoint: Location) -> Manifest:
-    """Read a checkpoint's manifest. Raises a CheckpointError that states its location and the problem."""
+    """Read a checkpoint's manifest. Raises a CheckpointError that identifies its location and the problem."""
     return folder_at(checkpoint.parent).read_manifest(checkpoint.name)
 
 

@@ -1,4 +1,4 @@
-"""Bases: files with untrained weights. Each is stored once, alongside the checkpoints that refer to it.
+"""Bases: files of frozen weights. Each is stored once, alongside the checkpoints that refer to it.
 
 checkpoints/
 |-- base/
@@ -28,7 +28,7 @@ from .tensors import flat_bytes, write_tensors
 
 
 class Base(NamedTuple):
-    """The base of one checkpoint file: either an existing base or the weights for a new base."""
+    """The base of one checkpoint file: either an existing base or the weights for a new one."""
 
     file: str
     """Name in the manifest."""

@@ -168,7 +168,7 @@ def _sum_of(body: Mapping[str, Any]) -> str:
 
 
 def load_manifest(directory: Path) -> Manifest:
-    """Read a checkpoint's manifest. Raises a CheckpointError that states the directory and the problem."""
+    """Read a checkpoint's manifest. Raises a CheckpointError that identifies the directory and the problem."""
     regular_size(directory, MANIFEST, limit=_LARGEST)
     try:
         return parse_manifest((directory / MANIFEST).read_bytes())
@@ -199,7 +199,7 @@ def require_size(place: object, file: str, size: int, expected: int) -> None:
 
 
 def require_removable(place: object, content: Manifest, foreign: Sequence[str], run: str | None) -> None:
-    """Raise CheckpointError if `run` did not write the checkpoint, or if there are `foreign` files in it."""
+    """Raise CheckpointError if `run` did not write the checkpoint, or if it contains `foreign` files."""
     if run is not None and run != content.run:
         raise CheckpointError(f"{place} was not removed: another run wrote it.")
     if foreign:

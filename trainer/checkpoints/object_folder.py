@@ -7,7 +7,7 @@ to a new folder, which the manifest records as `prefix`.
 
 step-00001200/
 |-- .writing               exists while the checkpoint is being written or removed; contains the run's id
-|-- model.safetensors      and the other files, as on a disk (find.py)
+|-- model.safetensors      and the other files, as on disk (find.py)
 |-- 1f0c9a7e/...           files of a checkpoint that has replaced an older one
 `-- manifest.json
 """

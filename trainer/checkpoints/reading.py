@@ -40,7 +40,7 @@ def read_checkpoint(checkpoint: Location, in_parts: Collection[str] = (), ranks:
     """Verify a checkpoint and return its contents, with tensors in host memory. All ranks in `ranks` must call this.
 
     For the keys in `in_parts`, each sharded tensor is returned as a `StoredTensor`, from which a rank reads only the
-    slices it needs. On every rank, raises a CheckpointError that states the file and the problem.
+    slices it needs. On every rank, raises a CheckpointError that identifies the file and the problem.
     """
     contents: dict[str, Any] = {}
     # all ranks use rank 0's manifest: on a network disk, another rank may see an older manifest

@@ -60,7 +60,7 @@ class Folder(Protocol):
         """Return the (possibly temporary) name of a checkpoint; None if the checkpoint is not committed."""
 
     def read_manifest(self, name: str) -> manifest.Manifest:
-        """Read a checkpoint's manifest. Raises a CheckpointError that states the location and the problem."""
+        """Read a checkpoint's manifest. Raises a CheckpointError that identifies the location and the problem."""
 
     def check_sizes(self, name: str) -> manifest.Manifest:
         """Read a checkpoint's manifest and check the sizes of its files. Raises CheckpointError on failure."""
@@ -100,7 +100,7 @@ class Folder(Protocol):
         """Return the existing bases (frozen_base.py), each with the SHA-256 of its tensors, keyed by name."""
 
     def add_base(self, write: Callable[[HashedFile], FileSum]) -> FileSum:
-        """Write a base by calling `write`, and name it after its SHA-256. Multiple processes may call this at once."""
+        """Write a base by calling `write` and name it after its SHA-256. Processes may call this concurrently."""
 
     def sweep(self) -> None:
         """Clean up after interrupted saves and removals. No other process may write to the folder at the same time."""
@@ -325,7 +325,7 @@ def folder_at(location: Location) -> Folder:
 
 
 def is_file(location: Location) -> bool:
-    """Return whether a location is a file, which may contain another program's weights but no Legato checkpoint."""
+    """Return whether a location is a file, which may hold another program's weights but never a Legato checkpoint."""
     return is_object(location) if isinstance(location, Address) else location.is_file()
 
 
@@ -404,7 +404,7 @@ def free_space_check(folder: Path, needed_bytes: int) -> None:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Replace a small file atomically: after a kill or a power failure, either the old or the new file exists.
+    """Replace a small file atomically: even after a crash or power failure, either the old or the new file exists.
 
     Raises OSError on failure.
     """
@@ -424,7 +424,7 @@ def require_new(target: Path) -> None:
 
 @contextmanager
 def whole_file(target: Path) -> Iterator[Path]:
-    """Yield a temporary path with the suffix of `target`, for writing a complete file.
+    """Yield a temporary path, with the same suffix as `target`, to write the complete file to.
 
     On success, the file is renamed to `target`. On failure, it is deleted. Raises CheckpointError instead of OSError.
     """

@@ -75,8 +75,8 @@ def require_writable(address: str) -> None:
 def retried(address: str, request: Callable[..., T], *arguments: Any, **options: Any) -> T:
     """Make a request, retrying it a few times, and return the result. Raises an OSError that includes the address.
 
-    Errors in LASTING are raised immediately and unchanged. Some object store libraries also retry requests, but not
-    after all errors.
+    Errors in LASTING are raised immediately and unchanged. Some object store libraries also retry requests, but only
+    after some errors.
     """
     for attempt in range(TRIES):
         try:

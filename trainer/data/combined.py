@@ -1,4 +1,4 @@
-"""CombinedLoader: several loaders read together or one after another, with the same guarantees as a single loader."""
+"""CombinedLoader: multiple loaders read together or one after another, with the same guarantees as a single loader."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import is_dataclass
@@ -25,7 +25,7 @@ class CombinedLoader(Iterable[tuple[Any, int, int]]):
     """Several loaders in a dict, list, tuple or any nesting of these. Each batch has the same structure.
 
     In `fit`, each loader has its own sample order, resume position and random numbers. The number of samples in a
-    combined batch is the sum over all loaders.
+    combined batch is the sum across all loaders.
     """
 
     def __init__(self, iterables: Any, mode: Mode = "min_size") -> None:
@@ -89,7 +89,7 @@ class CombinedLoader(Iterable[tuple[Any, int, int]]):
         return _fill(self.iterables, iter(pieces))
 
     def count_samples(self, batch: Any) -> int:
-        """Return the number of samples in a combined batch, summed over all loaders."""
+        """Return the number of samples in a combined batch, summed across all loaders."""
         return sum(require_samples(piece) for piece in self.pieces(batch) if piece is not None)
 
     def pieces(self, batch: Any) -> list[Any]:
@@ -266,7 +266,7 @@ class CombinedPart(MapLoader):
     def _order_of_pass(self, loader_epoch: int) -> EpochOrder:
         """Return the order of one of this loader's epochs.
 
-        Raises DataError if the number of indices that the sampler draws differs from its length.
+        Raises DataError if the sampler draws a number of indices that differs from its length.
         """
         order = self.order(loader_epoch)
         if order.length != self.deal.length:
@@ -313,7 +313,7 @@ class CombinedSource:
         return self.length
 
     def count_batches(self) -> int:
-        """Return the number of combined batches in an epoch, over all replicas."""
+        """Return the number of combined batches in an epoch, across all replicas."""
         return self.length
 
     def order(self, epoch: int) -> EpochOrder:

@@ -82,7 +82,7 @@ class DealtData:
         return deal.is_full(deal.steps - 1) and not self.dealing.left_out
 
     def epoch(self, epoch: int, start_step: int = 0, batches_at_most: int | None = None) -> Iterator[StepInput]:
-        """Return an epoch's steps, starting at `start_step`, with up to `batches_at_most` batches over all replicas."""
+        """Return an epoch's steps, starting at `start_step`, with a total of at most `batches_at_most` batches."""
         order, deal = self.order_and_deal(epoch, batches_at_most)
         if self.ranks.size > 1 and any(part.shuffled is None for part in self.source.map_loaders().values()):
             # a sampler may draw from a generator that ranks seed differently
@@ -221,7 +221,7 @@ class EvaluationData:
         """Wrap the loaders. All ranks must call this.
 
         Args:
-            shares: indices of loaders that are known to read a separate share in each process.
+            shares: indices of loaders that are known to read a different shard in each process.
             ranks: the ranks that compare samples to find out whether a loader yields the same data on all ranks.
             expects_shares: whether to treat map-style data as a share if its samples cannot be compared.
             count: function that counts the samples in a stream's batch.
@@ -251,7 +251,7 @@ class EvaluationData:
         """Yield this process's batches from every loader.
 
         Args:
-            limit: maximum number of batches per loader, over all replicas.
+            limit: maximum number of batches per loader, across all replicas.
         """
         for index, source in enumerate(self.sources):
             if isinstance(source, StreamData) and self.ranks.size > 1:
@@ -269,7 +269,7 @@ class EvaluationData:
                     yield item
 
     def _is_share(self, source: DealtData, expects_shares: bool) -> bool:
-        """Return whether a map-style loader yields a different share in each process. All ranks must call this."""
+        """Return whether a map-style loader yields a different shard in each process. All ranks must call this."""
         # with nothing to compare, the user's setting decides
         if self.ranks.size == 1:
             return expects_shares

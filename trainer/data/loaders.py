@@ -59,7 +59,7 @@ def iterate_loader(batches: Iterator[Any], loader: Any = None, length: float = 0
     """Yield the batches of an iterator, which must have at least `length` batches.
 
     If the iterator raises, this function stops its non-persistent workers. torch would stop them only when the last
-    reference to the iterator is dropped, but the worker's error belongs to a reference cycle that keeps the iterator
+    reference to the iterator is dropped, but the worker's error is part of a reference cycle that keeps the iterator
     alive.
 
     Raises DataError if there are fewer batches, because torch treats a StopIteration from a dataset or a collate_fn as
@@ -140,7 +140,7 @@ class MapLoader:
 
     @property
     def shuffled(self) -> bool | None:
-        """True for a shuffle of all samples, False for all samples in order, None for any other sampler."""
+        """True if the sampler shuffles all samples, False if it yields them in order, None for any other sampler."""
         kept = self.own_batches or (self.is_share and type(self.sampler) is DistributedSampler)
         return None if kept else is_plain_shuffle(self.sampler, length_of(self.loader.dataset))
 
@@ -149,7 +149,7 @@ class MapLoader:
         return {"": self}
 
     def order(self, epoch: int) -> EpochOrder:
-        """Return the order of an epoch. A custom sampler draws it from generators keyed by the epoch."""
+        """Return the order of an epoch's samples. A custom sampler draws it from generators keyed by the epoch."""
         epoch = 0 if self.in_order else epoch
         set_epoch(self.loader, epoch)
         sampler, shuffled = self.sampler, self.shuffled
@@ -178,7 +178,7 @@ class MapLoader:
             return None
 
     def count_batches(self) -> int | None:
-        """Return the number of batches in an epoch over all replicas, or None if unknown until the order is drawn."""
+        """Return the number of batches in an epoch across all replicas, or None if unknown until the order is drawn."""
         positions = self.positions(0)
         if positions is None:
             return None
@@ -206,7 +206,7 @@ def is_dealable(loader: Any) -> bool:
 
 
 def is_plain_shuffle(sampler: Any, length: int | None) -> bool | None:
-    """Return True for a shuffle of all `length` samples, False for all of them in order, None for any other sampler.
+    """Return True if a sampler shuffles all `length` samples, False if it yields them in order, None for any other.
 
     A DistributedSampler is treated as if there were a single process, because Legato distributes the samples.
     """
@@ -291,7 +291,7 @@ def length_of(loader: Any) -> int | None:
 def require_iterable(loader: Any, name: str, refuses_empty: bool = True) -> None:
     """Raise DataError if `loader` is not iterable or has length 0.
 
-    If `refuses_empty` is false, length 0 only causes a warning.
+    If `refuses_empty` is false, a length of 0 only causes a warning.
     """
     if not hasattr(loader, "__iter__") or isinstance(loader, (str, bytes, Tensor, type)):
         kind = f"the class {loader.__name__}" if isinstance(loader, type) else type(loader).__name__

@@ -41,8 +41,8 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
 
     Args:
         seed: 0 to 2^32 - 1. If None, a seed is drawn.
-        workers: accepted for compatibility with Lightning; the random numbers of loader workers always depend on the
-            batch.
+        workers: accepted for compatibility with Lightning; the random numbers that loader workers draw always depend on
+            the batch.
         verbose: whether to log the seed.
 
     Raises ConfigError for an invalid seed.
@@ -101,7 +101,7 @@ def hook_key(seed: int, hook: str, *place: int) -> int:
 
 @contextmanager
 def kept_generators() -> Iterator[None]:
-    """Restore the generators' states when this context ends."""
+    """Restore the generators' states when this context exits."""
     states = generator_states()
     try:
         yield
@@ -111,7 +111,7 @@ def kept_generators() -> Iterator[None]:
 
 @contextmanager
 def keyed_generators(key: int) -> Iterator[Callable[[Callable[[], Any]], Any]]:
-    """Seed the generators from a key in this context and restore their states when it ends.
+    """Seed the generators from a key within this context and restore their states when it ends.
 
     Yields a function that calls its argument with the outer generators, as if outside the context. The context costs
     about 170 us for the generators of Python, NumPy and torch together, so it is used only for a replica's step.
@@ -135,7 +135,7 @@ def keyed_generators(key: int) -> Iterator[Callable[[Callable[[], Any]], Any]]:
 
 
 class KeyedDataset(Dataset[Any]):
-    """Wrapper for a map-style dataset that seeds the generators from seed, epoch and position before fetching a batch.
+    """Wrapper for a map-style dataset that seeds the generators from the seed, epoch and position before each batch.
 
     Augmentation and the collate function thus draw the same numbers in any process. Attributes are read from and set on
     the wrapped dataset, so a `worker_init_fn` can, for example, open a file and store it as an attribute.

@@ -39,7 +39,7 @@ CHUNK = 4096  # positions that DealtBatches evaluates per call, to amortize NumP
 
 
 def mix(*numbers: int) -> int:
-    """Hash a tuple of integers, each taken modulo 2^64, to 64 bits; stable across platforms and sensitive to order."""
+    """Hash a tuple of integers (modulo 2^64) to 64 bits. The hash depends on their order but not on the platform."""
     state = GAMMA * len(numbers) & MASK
     for number in numbers:
         state = ((state ^ number) + GAMMA) * FIRST & MASK
@@ -217,7 +217,7 @@ class Deal:
         return range(min(start, self.samples), min(start + size, self.samples))
 
     def step_positions(self, step: int) -> tuple[int, int]:
-        """Return the positions [start, stop) of an optimizer step, over all replicas."""
+        """Return the positions [start, stop) of an optimizer step, across all replicas."""
         in_step = self.accumulate * self.replicas * self.batch_size
         return min(step * in_step, self.samples), min((step + 1) * in_step, self.samples)
 
@@ -258,7 +258,8 @@ def without(indices: Sequence[Any], left_out: Collection[int]) -> list[Any]:
 class KeyedIndices(list[Any]):
     """The dataset indices of one batch, with the epoch and first position that seed random numbers during loading.
 
-    The class is a list, so that any dataset's `__getitems__` accepts it. Both numbers survive pickling to a worker.
+    The class is a list, so that any dataset's `__getitems__` accepts it. Both numbers are preserved when the list is
+    pickled and sent to a worker.
     """
 
     __slots__ = ("epoch", "position")

@@ -1,4 +1,4 @@
-"""Shares: detects processes that read different shares of the data by comparing the samples they read."""
+"""Shares: detects whether processes read different shards of the data by comparing the samples they read."""
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
@@ -111,7 +111,7 @@ def read_batches(
 
 
 def _repeated(readings: Sequence[tuple[int, ...]]) -> Sample:
-    """Return the hashes of a sample, with None in place of each hash that differs between readings of the sample."""
+    """Return the hashes of a sample, with None in place of each hash that differs between reads of the sample."""
     if len({len(reading) for reading in readings}) > 1:
         return None
     return tuple(values[0] if len(set(values)) == 1 else None for values in zip(*readings, strict=True))
@@ -162,7 +162,7 @@ def are_shares(samples: Mapping[str, list[Sample]], ranks: Ranks, data_rank: int
 
 
 def name_of(loader: Any) -> str:
-    """Return the class of a loader and of its dataset, for messages."""
+    """Return the class names of a loader and its dataset, for use in messages."""
     dataset = getattr(loader, "dataset", None)
     return type(loader).__name__ + ("" if dataset is None else f" over {type(dataset).__name__}")
 
@@ -203,7 +203,7 @@ def _distributed_samplers(loader: Any) -> "list[DistributedSampler[Any]]":
 
 @contextmanager
 def unpadded(loader: Any) -> Iterator[None]:
-    """Make DistributedSamplers yield each sample once in this context, instead of repeating samples as padding."""
+    """Make DistributedSamplers yield each sample once within this context, instead of repeating samples as padding."""
     before = []
     for sampler in _distributed_samplers(loader):
         length = length_of(sampler.dataset)
@@ -226,7 +226,7 @@ def have_same(content: Any, ranks: Ranks) -> bool:
 
 
 def require_same(content: Any, ranks: Ranks, where: str) -> None:
-    """Raise DataError if ranks that distribute one stream or order read different content. All ranks must call this."""
+    """Raise DataError if ranks that share a stream or sample order read different content. All ranks must call this."""
     if not have_same(content, ranks):
         raise DataError(
             f"The processes read different data in {where}, so samples would be lost: each process keeps only its "
@@ -236,7 +236,7 @@ def require_same(content: Any, ranks: Ranks, where: str) -> None:
 
 
 def require_different(content: Any, ranks: Ranks, where: str) -> None:
-    """Raise DataError if ranks that should read different shares read the same content. All ranks must call this."""
+    """Raise DataError if ranks that should read different shards read the same content. All ranks must call this."""
     if have_same(content, ranks) and content is not None:
         raise DataError(
             f"All {ranks.size} processes read the same data in {where}, but each should read its own share; otherwise "

@@ -1,6 +1,6 @@
 """Streams: loaders that are read in order, rather than by position.
 
-`StreamData` distributes whole batches of a stream. `OwnShares` reads a separate share of the data in each process.
+`StreamData` distributes whole batches of a stream. `OwnShares` reads a different shard of the data in each process.
 """
 
 import logging
@@ -94,7 +94,7 @@ class StreamData:
         return self.dealing.keyed and alone
 
     def epoch(self, epoch: int, start_step: int = 0, batches_at_most: int | None = None) -> Iterator[StepInput]:
-        """Yield an epoch's steps, starting at `start_step`, with up to `batches_at_most` batches over all replicas."""
+        """Yield an epoch's steps, starting at `start_step`, with a total of at most `batches_at_most` batches."""
         replicas, in_step = self.dealing.layout.replicas, self.dealing.accumulate * self.dealing.layout.replicas
         batches = self._read(epoch, start_step, batches_at_most)
         while items := list(islice(batches, in_step)):
@@ -219,7 +219,7 @@ class StreamData:
         return mix(WORKER_STREAM, self.dealing.seed, epoch) if self.dealing.keyed else None
 
     def _skip(self, batches: Iterator[Any], epoch: int, step: int, count: int, has_state: bool) -> None:
-        """Read and discard batches under their original keys, so that the loader draws the same random numbers."""
+        """Read and discard batches using their original keys, so that the loader draws the same random numbers."""
         reason = "a state that does not restore its position (a shuffle buffer?)" if has_state else "no state_dict"
         log.warning(
             "%s has %s, so %d batches are read again to return to step %d of epoch %d.",
@@ -256,7 +256,7 @@ class StreamData:
         return []
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the opened epoch, whether it has ended, and the state of the loader or its dataset, if any."""
+        """Return the current epoch, whether it has ended, and the state of the loader or its dataset, if any."""
         if self.opened < 0 or self.first_read is not None:
             return {}
         if hasattr(self.loader, "state_dict"):
@@ -351,7 +351,7 @@ class OwnShares(StreamData):
 
 
 def own_shares(data: Any, ranks: Ranks, count: Callable[[Any], int] | None = None) -> OwnShares:
-    """Wrap the loader of `data` in `OwnShares`, which reads a separate share in each process."""
+    """Wrap the loader of `data` in `OwnShares`, which reads a different shard in each process."""
     shares = OwnShares(data.loader, data.dealing, data.limit, ranks, count)
     log_share("training", data.loader, ranks)
     if hasattr(data.loader, "__next__"):  # an iterator cannot start over with this process's random numbers

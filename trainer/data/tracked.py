@@ -35,7 +35,7 @@ class TrackingCollate:
     """The collate_fn and worker_init_fn of a tracked loader, which call the user's functions."""
 
     def __init__(self, loader: "DataLoader[Any]", key: int | None, starts: Mapping[int, Any]) -> None:
-        """Wrap the functions of `loader`.
+        """Wrap the collate_fn and worker_init_fn of `loader`.
 
         Args:
             key: key for the workers' random numbers, so that a resumed worker can reproduce them.

@@ -16,7 +16,7 @@ WorkerInit = Callable[[int], None] | None
 class WorkerSetup:
     """A worker_init_fn that ignores signals handled by the trainer, and then calls `then`.
 
-    Ctrl-C and a scheduler's SIGTERM reach every process of a job. If they ended a worker, the trainer could not finish
+    Ctrl-C and a scheduler's SIGTERM reach every process in a job. If they ended a worker, the trainer could not finish
     and save the last step. While the trainer does not handle signals, or once it has exited, these signals end a worker
     as usual.
     """
@@ -53,7 +53,7 @@ def _attends() -> Any:
 
 @contextmanager
 def signals_attended() -> Iterator[None]:
-    """Make loader workers ignore signals in this context."""
+    """Make loader workers ignore signals within this context."""
     _attends().value = 1
     try:
         yield

@@ -273,7 +273,7 @@ class Metrics:
                 )  # fmt: skip
 
     def watch(self, loss: Tensor) -> None:
-        """Store a loss, so that a later check can determine whether it is finite."""
+        """Store a loss so that a later check can determine whether it is finite."""
         self.losses.append((loss.detach(), self.step))
         if len(self.losses) >= PENDING_LIMIT:
             self._first_bad_loss()
@@ -318,7 +318,7 @@ class Metrics:
         self._refuse_bad_loss(first)
 
     def _first_bad_loss(self) -> float:
-        """Read the pending losses, and return the first step with a non-finite loss, or NEVER."""
+        """Read the pending losses, and return the first step with a non-finite loss, or NEVER if there is none."""
         losses, self.losses = self.losses, []
         for (_, step), value in zip(losses, to_floats([loss for loss, _ in losses]), strict=True):
             if value - value != 0.0 and self.bad_loss is None:
@@ -348,11 +348,11 @@ class Metrics:
         return {series.name: total(series.kind, series.sums) for series in shown}
 
     def newest_values(self) -> Reduced:
-        """Return the latest step's values in the current stage, over all replicas. All ranks must call this."""
+        """Return the latest step's values in the current stage, across all replicas. All ranks must call this."""
         return self.log_point(checks_losses=False, extra=())[0]
 
     def log_point(self, checks_losses: bool, extra: Sequence[float]) -> tuple[Reduced, list[float]]:
-        """Return the latest step's values over all replicas, and the maximum over ranks of each number in `extra`.
+        """Return the latest step's values across all replicas, and the maximum across ranks of each number in `extra`.
 
         A single collective gathers both. If `checks_losses` is true, this function also checks the losses, as
         `check_losses` does.
@@ -364,7 +364,7 @@ class Metrics:
         return sort_out(values, "_step"), maxima[1:]
 
     def gather_step(self, extra: Sequence[float]) -> tuple[list[tuple[Series, float]], list[float]]:
-        """Return the latest step's values over all replicas, and the maximum over ranks of each number in `extra`.
+        """Return the latest step's values across all replicas, and the maximum across ranks of each number in `extra`.
 
         All ranks must call this.
         """
@@ -398,7 +398,7 @@ class Metrics:
         return sort_out(values, "_epoch")
 
     def gather_epoch(self) -> dict[Series, Sums]:
-        """Return every series of the epoch with its sums over all replicas. All ranks must call this."""
+        """Return every series in the epoch with its sums across all replicas. All ranks must call this."""
         self.flush()
         reduced = (series for series in (self.series or {}).values() if series.on_epoch)
         local = {series: series.sums for series in reduced if series.sums or series.metric is not None}
@@ -410,7 +410,7 @@ class Metrics:
         return series.alone
 
     def _read_metrics(self, logged: list[Series], keep: bool) -> None:
-        """Compute torchmetrics objects over all ranks, except those not updated since they were last computed.
+        """Compute torchmetrics objects across all ranks, except those not updated since they were last computed.
 
         If `keep` is true, their states are kept, so that hooks at the end of an epoch can read them.
         """
@@ -432,12 +432,12 @@ class Metrics:
     def _gather(
         self, local: dict[Series, Sums], absent: bool, extra: Sequence[float] = ()
     ) -> tuple[dict[Series, Sums], list[float]]:
-        """Return each series with its sums over all replicas, and the maximum over ranks of each number in `extra`.
+        """Return each series with its sums across all replicas, and the maximum across ranks of each number in `extra`.
 
         Args:
             local: this rank's series with the sums of its replicas. Series that only other ranks have are created on
                 this rank.
-            absent: whether this rank had no batch, so it may have logged fewer names.
+            absent: whether this rank had no batch, in which case it may have logged fewer names.
 
         Raises a DisagreementError that lists the ranks and names if ranks that had batches logged different names.
         """
@@ -461,7 +461,7 @@ class Metrics:
         return local | gathered, [max(column) for column in zip(*extras, strict=True)][1:]
 
     def _require_equal(self, series: Series, values: list[float]) -> None:
-        """Raise DisagreementError if a hook logged different values on some ranks for a sum that counts only once."""
+        """Raise DisagreementError if ranks logged different values for a sum that counts a hook's value only once."""
         if series.kind == ONCE and len(set(map(str, values))) > 1:  # as strings, in which NaN equals NaN
             raise DisagreementError(
                 f"log({series.name!r}, reduce_fx='sum') was called in a hook of {self.describe_place()} with different "
@@ -554,7 +554,7 @@ class Metrics:
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
     def state_dict(self) -> dict[str, Any]:
-        """Return the training epoch's sums so far, over all ranks. All ranks must call this.
+        """Return the training epoch's sums so far, across all ranks. All ranks must call this.
 
         Values that hooks log between steps are omitted, because these hooks run again when the epoch resumes.
         """

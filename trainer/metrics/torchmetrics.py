@@ -1,7 +1,7 @@
 """States of logged torchmetrics objects, reduced over ranks with as few collectives as possible.
 
 States reduced by sum, concatenation, maximum or minimum can be merged at any time, so a process stores a single state
-for all of its replicas, under the first one. Other states (dist_reduce_fx "mean", None or a function) can only be
+for all of its replicas, under its first replica. Other states (dist_reduce_fx "mean", None or a function) can only be
 combined by a metric's `compute`. A task with such a metric, and any task under `reproducible: bitwise`, has one state
 per replica. These are swapped into the metric objects in turn and merged in replica order.
 
@@ -193,7 +193,7 @@ class MetricStates:
 
 
 def must_stay_apart(metric: Any) -> bool:
-    """Return whether a metric has a state that cannot be updated further once it is merged over replicas."""
+    """Return whether a metric has a state that cannot be updated further once it has been merged across replicas."""
     return any(
         isinstance(getattr(metric, name), Tensor) and getattr(reduction, "__name__", "") not in MERGED_EARLY
         for name, reduction in reductions_of(metric).items()
@@ -249,7 +249,7 @@ def load_states(metric: Any, states: States) -> None:
 
 
 def merged_in_order(metric: Any, by_replica: Mapping[int, States]) -> States:
-    """Return the states of several replicas, merged in replica order."""
+    """Return the states of multiple replicas, merged in replica order."""
     parts = [by_replica[replica] for replica in sorted(by_replica)]
     if len(parts) == 1:
         return copied(parts[0])  # unchanged: `update` could not continue from the shape of a stacked state
@@ -282,7 +282,7 @@ def merged_state(reduction: Any, values: list[Any], counts: list[int]) -> Any:
 
 
 def value_of(metric: Any) -> float:
-    """Compute a metric from its current states, which must already be merged over all ranks."""
+    """Compute a metric from its current states, which must already be merged across all ranks."""
     # without torchmetrics' sync and its warning on ranks without an update
     parts = metrics_within([metric])
     before = [(set_synced(part, False), part.update_count) for part in parts]

@@ -1,1 +1,1 @@
-"""Optimization: optimizers and schedulers, precision, non-finite numbers, compilation and kernels."""
+"""Optimization: optimizers and schedulers, precision, non-finite values, compilation and kernels."""

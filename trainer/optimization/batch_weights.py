@@ -1,6 +1,7 @@
 """BatchWeights: weights of the batches in a step's gradient, if training_step returns them.
 
-The gradient of a step is the mean over its batches, weighted by their numbers of samples or by training_step's weights:
+The gradient of a step is the mean over its batches, weighted by their sample counts or by the weights that
+training_step returns:
 
     {"loss": loss, "weight": tokens}       sum(tokens * gradient of loss) / sum(tokens)
 
@@ -30,7 +31,7 @@ FIRST_SCALE = 2.0**-10
 
 
 class BatchWeights:
-    """The batch weights of a step, summed by replica.
+    """A step's batch weights, summed for each replica.
 
     The object also records whether this run uses batch weights.
     """

@@ -1,4 +1,4 @@
-"""Searches for NaN and infinity: in weights before they are saved, and in the tensors of the latest batch."""
+"""Searches for NaN and infinite values: in weights before they are saved, and in the latest batch's tensors."""
 
 import logging
 from collections.abc import Iterator, Mapping
@@ -21,7 +21,7 @@ log = logging.getLogger("legato")
 
 
 def bad_weights(trainer: "Trainer") -> list[str]:
-    """Return the names of this rank's non-finite trained parameters, or another rank's if this rank has none.
+    """Return the names of this rank's non-finite trainable parameters, or another rank's if this rank has none.
 
     All ranks must call this.
 

@@ -27,7 +27,7 @@ class DriftGuard:
         self.restart()
 
     def restart(self) -> None:
-        """Make the next logging point compare the weights, even among a new set of ranks. All ranks must call this."""
+        """Schedule a weight comparison for the next logging point, even among new ranks. All ranks must call this."""
         self.compared_at, self.next_time, self.waited = -1, 0.0, 0.0
         """Step of the latest comparison, agreed time of the next one, and seconds spent waiting in the latest one."""
 
@@ -35,7 +35,7 @@ class DriftGuard:
         """Compare the weights after `step` if enough time has passed since the last comparison.
 
         Args:
-            elapsed: the elapsed time of the run in seconds, equal on all ranks.
+            elapsed: the elapsed time of the run in seconds, which must be the same on all ranks.
         """
         if elapsed >= self.next_time:
             self.compare(step, elapsed)
@@ -96,7 +96,7 @@ def sums_of_bits(tensor: Tensor) -> list[Tensor]:
     """Return the sums of the bits, read as integers, of the plain tensors that make up `tensor`.
 
     The sums are exact in any order. On a CPU, torch.hash_tensor reads 5 GB/s, while this function reads 27 GB/s.
-    torch.hash_tensor also combines values by exclusive or, so two changes of the same bit cancel out.
+    torch.hash_tensor also combines values by exclusive or, so two changes to the same bit cancel out.
     """
     if tensor.is_meta:
         return []

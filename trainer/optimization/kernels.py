@@ -74,9 +74,9 @@ def require_same_ranks(by_rank: Sequence[Mapping[str, Any]]) -> None:
 def compile_in_place(task: nn.Module, options: bool | Mapping[str, Any]) -> None:
     """Compile the task's forward method and its direct children in place, so that state_dict names don't change.
 
-    If class names are given as `blocks`, compile the modules of these classes instead. Equal blocks share one
-    compilation. The steps are not compiled, because logging breaks the graph. Raises ConfigError for a class that no
-    module has, or an option unknown to torch.compile.
+    If class names are given as `blocks`, compile the modules of these classes instead. Identical blocks share one
+    compilation. The steps are not compiled, because logging breaks the graph. Raises ConfigError for a class name that
+    matches no module, or an option that torch.compile does not recognize.
     """
     if options is False:
         return
@@ -179,10 +179,10 @@ def recompute(task: nn.Module, names: str | Sequence[str]) -> list[tuple[nn.Modu
 
     The method follows Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"
     (https://arxiv.org/abs/1604.06174), and uses torch.utils.checkpoint. Random numbers are replayed, and only the first
-    forward pass updates buffers (batch norm), so the result is bitwise identical. Returns the argument for
+    forward pass updates buffers (batch norm), so the result is bitwise identical. Returns the argument to pass to
     `restore_classes`, which undoes this.
 
-    Raises ConfigError for a class that no module has.
+    Raises ConfigError for a class name that matches no module.
     """
     return give_forwards(modules_named(task, names, "activation_checkpointing"), _recomputing)
 
@@ -201,7 +201,7 @@ def _recomputing(kind: type[nn.Module]) -> Callable[..., Any]:
 
 @contextmanager
 def _on_copies_of_buffers(block: nn.Module) -> Iterator[None]:
-    """Replace a block's buffers with copies in this context."""
+    """Replace a block's buffers with copies within this context."""
     buffers = [(module, *item) for module in block.modules() for item in module.named_buffers(recurse=False)]
     try:
         for module, name, buffer in buffers:

@@ -129,7 +129,7 @@ class Optimization:
         self.checks_first, self.weights.used = True, None
 
     def begin_training(self) -> None:
-        """Put trained modules into training mode, and log those that were in evaluation mode."""
+        """Put the modules being trained into training mode, and log those that were in evaluation mode."""
         self.end_evaluation()
         names = set_training_mode(self.task)
         if names and self.trainer.is_global_zero:
@@ -141,7 +141,7 @@ class Optimization:
             )
 
     def warn_if_nothing_compiled(self) -> None:
-        """Warn if `trainer.compile` has not compiled any graph so far."""
+        """Warn if `trainer.compile` has not compiled any graphs so far."""
         if self.trainer.compile and count_graphs() == self.graphs and self.trainer.is_global_zero:
             log.warning(NOTHING_COMPILED)
 
@@ -160,7 +160,7 @@ class Optimization:
 
     @contextmanager
     def evaluated_weights(self) -> Iterator[None]:
-        """Switch optimizers to their evaluation weights in this context, even outside an evaluation."""
+        """Switch optimizers to their evaluation weights within this context, even outside an evaluation."""
         changed = self.begin_evaluation()
         try:
             yield
@@ -190,7 +190,7 @@ class Optimization:
             self.recheck.begin_step(step)
 
     def zero_gradients(self, step: StepInput) -> None:
-        """Clear the gradients and the losses that produced them."""
+        """Clear the gradients and the losses they were computed from."""
         if self.losses is not None:
             self.losses.clear()
         if self.own_zero_grad:
@@ -215,7 +215,7 @@ class Optimization:
             self.metrics.return_to_batch(replica, samples)
 
     def step(self, step: StepInput) -> None:
-        """Update the weights with the complete gradients of a step."""
+        """Update the weights using a step's complete gradients."""
         if not step.samples:  # all samples are left out: the weights stay the same, as in a step skipped by nan=skip
             for optimizer in self.optimizers:
                 mark_stepped(optimizer)  # otherwise a scheduler warns that it ran before the first optimizer step
@@ -313,14 +313,14 @@ class Optimization:
         self.task.optimizer_step(self.state.epoch, batch_idx, wrapped, self.make_closure(step, optimizer))
 
     def loss_of_step(self, optimizer: Optimizer) -> Tensor | None:
-        """Return an optimizer's loss in the latest step: the mean over the samples of this process's batches."""
+        """Return an optimizer's loss for the latest step: the mean over the samples of this process's batches."""
         losses, number = self.losses or (), self.optimizers.index(optimizer)
         is_shared = all(index == 0 for index, _ in losses)  # a single loss trains the parameters of all optimizers
         shares = [share for index, share in losses if is_shared or index == number]
         return sum(shares[1:], shares[0]) if shares else None
 
     def _update_key(self, optimizer: Optimizer) -> int:
-        """Return the key of an update's random numbers, which is the same on all ranks that update the same weights."""
+        """Return the key for an update's random numbers. It is the same on all ranks that update the same weights."""
         index, call, state = self.optimizers.index(optimizer), self._call_of_step, self.state
         return mix(state.seed, UPDATE, state.global_step, index, call, self.strategy.shard)
 
@@ -432,7 +432,7 @@ class Optimization:
         return returned
 
     def _averaged(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Return a closure that averages gradients and loss over ranks, so that all ranks make the same decisions."""
+        """Return a closure that averages gradients and loss across ranks, so that all ranks make the same decisions."""
         ranks = self.strategy.data_ranks
 
         def evaluate() -> Any:
@@ -453,7 +453,7 @@ class Optimization:
         self.strategy.precision.update()
 
     def clip_gradients(self, optimizer: Any, limit: float | None = None, algorithm: str | None = None) -> None:
-        """Clip the gradients of an optimizer's parameters. The defaults are the values of the Trainer's arguments."""
+        """Clip the gradients of an optimizer's parameters. The arguments default to the Trainer's settings."""
         limit = self.trainer.gradient_clip_val if limit is None else limit
         if limit is None:
             return
@@ -511,7 +511,7 @@ class ManualOptimizer:
 
     @contextmanager
     def toggle_model(self, sync_grad: bool = True) -> Iterator[None]:
-        """Return a context manager under which only this optimizer's parameters require gradients."""
+        """Return a context manager within which only this optimizer's parameters require gradients."""
         self._optimization.task.toggle_optimizer(self)
         yield
         self._optimization.task.untoggle_optimizer(self)

@@ -4,7 +4,7 @@ The design follows PyTorch's automatic mixed precision (https://docs.pytorch.org
 https://docs.pytorch.org/docs/stable/notes/amp_examples.html):
 
     32-true, 64-true       everything in that dtype
-    bf16-true, 16-true     weights, input and arithmetic in half precision, no scaling
+    bf16-true, 16-true     weights, inputs and arithmetic in half precision, no scaling
     bf16-mixed             weights in float32, autocast to bfloat16 for matrix products
     16-mixed               like bf16-mixed, but with float16, whose narrow range needs loss scaling
 """

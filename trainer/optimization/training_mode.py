@@ -1,4 +1,4 @@
-"""Training mode for trained modules: `from_pretrained` returns models in evaluation mode, which disables dropout."""
+"""Training mode for trainable modules. `from_pretrained` returns models in evaluation mode, which disables dropout."""
 
 from collections.abc import Iterator
 
@@ -6,7 +6,7 @@ from torch import nn
 
 
 def set_training_mode(task: nn.Module) -> list[str]:
-    """Put modules with trained parameters into training mode, including their submodules without parameters.
+    """Put modules with trainable parameters into training mode, including their submodules without parameters.
 
     A module whose parameters are all frozen stays in its current mode, as do its submodules. Returns the names of the
     outermost modules that were in evaluation mode.
@@ -24,7 +24,7 @@ def set_training_mode(task: nn.Module) -> list[str]:
 
 
 def is_trained(module: nn.Module) -> bool:
-    """Return whether a module or one of its submodules has a trained parameter."""
+    """Return whether a module or one of its submodules has a trainable parameter."""
     return any(parameter.requires_grad for parameter in module.parameters())
 
 

@@ -25,7 +25,7 @@ class CheckpointFormat(Protocol):
         ...
 
     def write(self, path: Path, contents: Mapping[str, Any], ranks: Ranks, run: str) -> None:
-        """Write a checkpoint atomically. An existing checkpoint with this name is replaced.
+        """Write a checkpoint atomically. An existing checkpoint with the same name is replaced.
 
         Args:
             path: path of the checkpoint. Its parent folder may not exist yet.

@@ -101,7 +101,7 @@ def contents_after_workers(trainer: "Trainer", weights_only: bool) -> dict[str, 
 
 
 def require_step_done(trainer: "Trainer") -> None:
-    """Raise TaskError during setup, or in the middle of a step, whose batches are counted only at its end."""
+    """Raise TaskError during setup or in the middle of a step, because a step's batches are counted only at its end."""
     if not trainer.current_run.is_complete:
         raise TaskError(
             "save_checkpoint was called during setup, before the run had optimizers. Call it in on_fit_start or "

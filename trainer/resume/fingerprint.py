@@ -6,7 +6,7 @@
     numerics.*                   settings and versions that affect the low-order bits of a result
     data.content                 content of the first batch that the run read; this batch is read again on resume
 
-On resume, the checkpoint's fingerprint is compared with the current fingerprint (`compare`). Names that are in only
+On resume, the checkpoint's fingerprint is compared with the current fingerprint (`compare`). Names that appear in only
 one of the fingerprints are not reported.
 """
 
@@ -122,8 +122,8 @@ def samples_of(trainer: TrainerArguments, loader: Any, rounds: int | None, dealt
 
     Args:
         rounds: number of batches per replica in an epoch; None if unknown.
-        dealt_out: True if Legato shards the samples across processes, False if each process's loader yields a
-            different share.
+        dealt_out: True if Legato shards the samples across processes, False if each process's loader yields a different
+            shard.
     """
     settings: dict[str, Any] = {
         "accumulate_grad_batches": trainer.accumulate_grad_batches,
@@ -223,7 +223,7 @@ def compare(saved: Mapping[str, Any], current: Mapping[str, Any], rescheduled: C
     """Return the differences between a checkpoint's fingerprint and that of the current run.
 
     Args:
-        rescheduled: optimizers whose learning rates follow a new schedule after the resume.
+        rescheduled: optimizers whose learning rates follow a new schedule once the run resumes.
         exact: True to report machine-dependent numerics as changed settings.
     """
     changes = Changes()

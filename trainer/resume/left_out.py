@@ -1,4 +1,4 @@
-"""Hyperparameters that are code, such as functions. A checkpoint stores only their names."""
+"""Hyperparameters whose values cannot be stored, such as functions. A checkpoint contains only their names."""
 
 import logging
 from collections.abc import Mapping, Sequence

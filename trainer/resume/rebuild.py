@@ -75,7 +75,7 @@ def _build_from_checkpoint(
     hparams_file: str | Path | None,
     replaced: Mapping[str, Any],
 ) -> Built:
-    """Call `kind` with the checkpoint's hyperparameters, overridden first by those in the file and then by `replaced`.
+    """Call `kind` with the checkpoint's hyperparameters, overridden first by `hparams_file` and then by `replaced`.
 
     Raises CheckpointError if an argument is missing.
     """
@@ -136,7 +136,7 @@ def averaging_state(contents: Mapping[str, Any], but: Iterable[str] = ()) -> Map
 
 
 def averaged_weights(contents: Mapping[str, Any], but: Iterable[str] = ()) -> Any:
-    """Return the weights used to evaluate the run: the averaged weights if the checkpoint has any."""
+    """Return the weights to evaluate: the averaged weights if the checkpoint has any, otherwise its regular weights."""
     state, weights = averaging_state(contents, but), contents.get("state_dict")
     if state is None or weights is None:
         return weights

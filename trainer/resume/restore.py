@@ -28,7 +28,7 @@ log = logging.getLogger("legato")
 
 # --- loop state and weights -------------------------------------------------------------------------------------------
 def start_state(trainer: "Trainer", saved: Mapping[str, Any] | None) -> None:
-    """Set the trainer's state to that of a new run or of a checkpoint.
+    """Set the trainer's state to that of a new run or a checkpoint.
 
     A resumed run keeps its seed: if the trainer has a different seed, a message says that this seed is ignored. Raises
     ConfigError if the trainer has a different number of replicas.
@@ -118,7 +118,8 @@ def replay_schedules(trainer: "Trainer", saved: Mapping[str, Any], before: Mappi
     """Advance the schedulers with changed settings to the saved step. Return the replays, keyed by scheduler index.
 
     The learning rate then follows the current schedule. Schedulers are not replayed if they include ReduceLROnPlateau,
-    if the task steps them, or if an optimizer has several of them, because each one multiplies the others' results.
+    if the task steps them, or if an optimizer has more than one of them, because each one multiplies the others'
+    results.
     """
     optimization, replays = trainer.current_run.optimization, {}
     optimizers = [getattr(optimizer, "original", optimizer) for optimizer in optimization.optimizers]
@@ -167,7 +168,7 @@ def _has_plateau(scheduler: Any) -> bool:
 
 
 def _replay(scheduler: Any, optimizer: Any, steps: int) -> list[dict[str, Any]]:
-    """Advance a new scheduler by `steps` (4 us each), and return the settings that change in each parameter group."""
+    """Advance a new scheduler by `steps` (at 4 us each). Return the settings that change in each parameter group."""
     before = [fingerprint.settings_of(group) for group in optimizer.param_groups]
     mark_stepped(optimizer, True)  # otherwise the scheduler warns that the optimizer has not stepped
     try:
@@ -330,7 +331,7 @@ def load_rest(trainer: "Trainer", saved: Mapping[str, Any], resumes: bool) -> No
 
 
 def _require_complete(trainer: "Trainer", saved: Mapping[str, Any]) -> None:
-    """Raise CheckpointError if a checkpoint has only weights, or a different number of optimizers or schedulers."""
+    """Raise CheckpointError if a checkpoint contains only weights or a different number of optimizers or schedulers."""
     run = trainer.current_run
     if "state" not in saved:
         foreign = run.source is not None and is_file(to_location(run.source))
@@ -351,7 +352,7 @@ def _require_complete(trainer: "Trainer", saved: Mapping[str, Any]) -> None:
 
 
 def _in_current_order(before: Mapping[str, Any], index: int, places: Sequence[int]) -> dict[str, Any]:
-    """Return the saved settings of an optimizer's groups, keyed by the groups' current numbers."""
+    """Return the saved settings of an optimizer's groups, keyed by the groups' current indices."""
     groups = [fingerprint.section_of(before, f"optimizers.{index}.groups.{place}") for place in places]
     return {
         name: value

@@ -124,7 +124,7 @@ class Saver:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """In this context, replace an OSError with a ConfigError if the run directory is not writable."""
+        """Within this context, replace an OSError with a ConfigError if the run directory is not writable."""
         self.require_run_dir()
         try:
             yield
@@ -227,8 +227,8 @@ class Saver:
     def save_after_error(self, path: Location, weights_only: bool = False) -> bool:
         """Write a checkpoint of the last finished step from an `on_exception` hook. Return whether it was written.
 
-        A step or validation in progress is discarded and is repeated when the run resumes. If the run has multiple
-        processes, nothing is written, because other processes may have failed or may be in another step.
+        A step or validation run in progress is discarded and then repeated when the run resumes. If the run has
+        multiple processes, nothing is written, because other processes may have failed or may be in another step.
         """
         trainer, run = self.trainer, self.trainer.current_run
         if run.stage != "fit" or not run.is_complete or not trainer.global_step:
@@ -274,7 +274,7 @@ class Saver:
         self.writer.check()
 
     def _check_locks(self) -> None:
-        """At the start and the end of a save, raise CheckpointError if another run has taken one of this run's folders.
+        """At the start and end of a save, raise CheckpointError if another run has taken one of this run's folders.
 
         A run on another machine may have done so if this process was suspended for a long time.
         """
@@ -316,9 +316,9 @@ class Saver:
 
     # --- removing ---------------------------------------------------------------------------------------------------
     def remove(self, path: Location) -> None:
-        """Delete a checkpoint of this run. Does nothing on ranks other than 0.
+        """Delete one of this run's checkpoints. Does nothing on ranks other than 0.
 
-        Raises CheckpointError if an earlier save failed, or if the path is not a checkpoint of this run.
+        Raises CheckpointError if an earlier save failed, or if the path is not one of this run's checkpoints.
         """
         if self.trainer.is_global_zero:
             self.writer.wait()

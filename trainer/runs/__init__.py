@@ -2,7 +2,7 @@
 
 run = legato.runs.open("digits")     # a path, or the newest run with this name under runs/
 print(run.state, run.step, run.best)
-run.frame()["val/loss"].plot()       # `run.metrics` has NumPy arrays
+run.frame()["val/loss"].plot()       # `run.metrics` contains NumPy arrays
 for run in legato.runs.list("sweep"):
     print(run.name, run.config.get("optimizer.lr"), run.best_checkpoint)
 """

@@ -99,7 +99,7 @@ class RunDirectory:
 
     @property
     def step(self) -> int:
-        """Latest known step of the run. For an evaluation, the step of its checkpoint."""
+        """Latest known step of the run. For an evaluation, the step of the checkpoint being evaluated."""
         # the status is written only at the start and at the end; in between, the log has newer values
         step = _number_in(self.status, "step") or 0
         return max(step, int(self.last_point.get("step", 0))) if "ended" not in self.status else step
@@ -119,7 +119,7 @@ class RunDirectory:
 
     @property
     def seconds(self) -> float | None:
-        """Total training time in seconds, including all resumes; None if unknown."""
+        """Total training time in seconds, across all resumes; None if unknown."""
         # the time of a killed run is counted up to its last logging point
         ended = self.status.get("ended")
         elapsed: float | None = _number_in(self.status, "elapsed")
@@ -259,7 +259,7 @@ class RunDirectory:
 
 # --- search -----------------------------------------------------------------------------------------------------------
 def is_run(path: Path) -> bool:
-    """Return whether a folder is the directory of a run."""
+    """Return whether a folder is a run directory."""
     return bool(read(path))
 
 
@@ -300,7 +300,7 @@ def _walk(folder: str) -> Iterator[Path]:
 def find_run(run: "str | os.PathLike[str]", root: "str | os.PathLike[str]" = ROOT) -> RunDirectory:
     """Find a run by its path, its address, the path of a file in it, or its name under `root`.
 
-    If several runs have this name, return the newest. If there is no such run, raises a ConfigError that suggests
+    If multiple runs have this name, return the newest. If there is no such run, raises a ConfigError that suggests
     the most similar name.
     """
     word, named, root = os.fspath(run), _readable(run), _readable(root)

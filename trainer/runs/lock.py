@@ -161,7 +161,7 @@ def is_alive(holder: dict[str, Any]) -> bool | None:
 
 
 def _state_and_start(pid: int) -> tuple[str, str]:
-    """Return a process's state and its start time in ticks since boot, or "" for a value that is unknown."""
+    """Return a process's state and its start time in ticks since boot, or "" for any value that is unknown."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return fields[0], fields[19]

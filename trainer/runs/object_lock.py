@@ -39,7 +39,7 @@ class ObjectLock:
         self._released: threading.Event | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out this process's state. In another process, `check` works and `release` does nothing."""
+        """Exclude this process's state. In another process, `check` works and `release` does nothing."""
         return {**vars(self), "_process": 0, "_released": None}
 
     def take(self, patient: bool = False) -> None:

@@ -48,7 +48,7 @@ def versions(root: Location, name: str) -> list[Path]:
 def versions_to_resume(root: Location, name: str) -> list[Path]:
     """Return the run directories that resume=auto considers, oldest first.
 
-    A requeued SLURM job considers only its own runs, because other jobs may have since started runs with the same name.
+    A requeued SLURM job considers only its own runs, because other jobs may since have started runs with the same name.
     """
     directories, job = versions(root, name), requeued_job()
     return [path for path in directories if job is not None and job in jobs_of(remote.refresh(path))] or directories

@@ -189,7 +189,7 @@ def installed_packages() -> dict[str, str]:
 
 # --- code -------------------------------------------------------------------------------------------------------------
 def loaded_sources(folder: Path) -> dict[str, str]:
-    """Return the SHA-256 of each loaded module's source file, excluding libraries, by path relative to `folder`."""
+    """Return the SHA-256 of each loaded module's source file, without libraries, keyed by path relative to `folder`."""
     legato, libraries = str(Path(__file__).parents[2]), (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
     # a list, because another thread may import a module in the meantime
     files = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
@@ -226,7 +226,7 @@ def code_of(folder: Path, base: str = "HEAD") -> dict[str, Any] | None:
 
 
 def _difference(root: Path, index: Path, objects: Path, base: str, deadline: float) -> bytes | None:
-    """Return the diff from a commit, including new .py files; None if git fails."""
+    """Return the diff against a commit, including new .py files; None if git fails."""
     # After `git add --intent-to-add`, the diff includes new files, and links as links. The command uses a copy of the
     # index and a separate object folder, so the repository is not changed.
     with tempfile.TemporaryDirectory() as scratch:

@@ -51,7 +51,7 @@ class RemoteLock(RunLock):
         self._released: threading.Event | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out this process's state. A worker can check the lock and upload files, but cannot release the lock."""
+        """Exclude this process's state. A worker can check the lock and upload files, but cannot release the lock."""
         return {name: value for name, value in vars(self).items() if name != "_lease"} | {"_released": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -104,7 +104,7 @@ class Mirror:
         self._lock = threading.Lock()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the lock, which serves only this process's threads."""
+        """Exclude the lock, which serves only this process's threads."""
         return {name: value for name, value in vars(self).items() if name != "_lock"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -112,7 +112,7 @@ class Mirror:
         vars(self).update(state, _lock=threading.Lock())
 
     def upload(self) -> None:
-        """Upload changed files. A failure is logged once and does not end the run, and the next upload tries again."""
+        """Upload changed files. A failure is logged once and does not end the run. The next upload tries again."""
         with self._lock:
             try:
                 for name in _names_below(self.folder):
@@ -131,7 +131,7 @@ class Mirror:
                 self._problem = ""
 
     def report_missing(self) -> None:
-        """At the end of a run, warn if the last upload failed. The warning includes the path of the local files."""
+        """At the end of a run, warn if the last upload failed. The warning includes the path to the local files."""
         if self._problem:
             log.warning(
                 "Some of the run's files are not in %s: %s. All of them are in %s; copy them from there.",

@@ -136,7 +136,7 @@ def _owns(directory: Path, stage: str) -> bool:
 
 
 def _outcome(error: BaseException | None) -> dict[str, Any]:
-    """Return the run's state after `error` (None: success), with the error's text and traceback."""
+    """Return the run's state after `error` (None means success), with the error's text and traceback."""
     if error is None:
         return {"state": DONE}
     # a preempted run has not failed: `legato runs` lists it as resumable
@@ -160,6 +160,6 @@ def _write(directory: Path, values: Mapping[str, Any]) -> None:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Replace a file in a run directory atomically. If the process is killed, the old or new file remains intact."""
+    """Replace a file in a run directory atomically. If the process is killed, the old or the new file is intact."""
     # Python stores a path's invalid bytes as lone surrogates, which backslashreplace turns into JSON escapes
     replace_file(path, text.encode("utf-8", "backslashreplace"))
