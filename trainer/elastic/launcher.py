@@ -38,7 +38,7 @@ _here: ElasticWorker | None = None
 
 
 def find_elastic_worker() -> ElasticWorker | None:
-    """Return the description of this worker, or None outside an elastic run."""
+    """Return this worker's description, or None outside an elastic run."""
     return _here
 
 
@@ -50,7 +50,7 @@ def run_elastic_workers(
     Returns the result of one of the workers.
 
     Args:
-        timeout: seconds after which a process that has not joined a new group is killed.
+        timeout: number of seconds after which a process that has not joined a new group is killed.
 
     Raises ConfigError if there are multiple nodes. Also raises the same errors as `launch_workers`.
     """

@@ -193,7 +193,7 @@ class ElasticMembership(Membership):
 
     @property
     def _pause(self) -> float:
-        """Seconds between polls of the store. All processes together poll at most about 1000 times per second."""
+        """Seconds between polls of the store. In total, the processes poll at most about 1000 times per second."""
         # 63 survivors that poll every 3 ms keep two cores busy, so other ranks detect a death later
         return max(_STORE_POLL, len(self.generation.members) / 1000)
 

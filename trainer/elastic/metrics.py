@@ -162,7 +162,7 @@ class SharedMetrics(Metrics):
         return sort_out(self._totals_of_step(), "_step")
 
     def gather_step(self, extra: Sequence[float]) -> tuple[list[tuple[Series, float]], list[float]]:
-        """Return the values of the latest step over all replicas, and the maximum over ranks of each entry in `extra`.
+        """Return the latest step's values over all replicas, and the maximum over ranks of each entry in `extra`.
 
         All ranks must call this.
         """

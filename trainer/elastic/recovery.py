@@ -94,7 +94,7 @@ def shared_metrics(run: "Run") -> SharedMetrics:
 def transfer_state(
     run: "Run", place: Place, snapshot: MetricSnapshot, consistent: bool, open_outputs: "Callable[[Run], None] | None"
 ) -> None:
-    """Adopt the latest state among all members. All members of the new group must call this.
+    """Adopt the latest state held by any member. All members of the new group must call this.
 
     Args:
         consistent: see MemberState.
@@ -169,7 +169,7 @@ def _continue_at(run: "Run", place: Place, newest: MemberState) -> None:
 
 
 def repeat_after_step(run: "Run") -> None:
-    """Log the values of the last step again, because a broken connection may have interrupted the first attempt.
+    """Log the last step's values again, because a broken connection may have interrupted the first attempt.
 
     All members must call this.
     """

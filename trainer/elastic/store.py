@@ -18,7 +18,7 @@ GroupOrder = Literal["train", "over", "lost"]
 
 
 class Member(NamedTuple):
-    """A process of an elastic run. Its rank is its index in the generation."""
+    """A process in an elastic run. Its rank is its index in the generation."""
 
     id: int
     """Unique id, never reused."""
@@ -147,7 +147,7 @@ class MemberRegistry:
 
     @property
     def running(self) -> bool:
-        """True once all first members have started training. From then on, the run survives the death of a process."""
+        """True once all first members have started training. From then on, the run can survive a process's death."""
         return not self.waiting_to_begin
 
     def begin(self, member: Member, replicas: int) -> None:

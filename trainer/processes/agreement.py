@@ -16,7 +16,7 @@ SECONDS_BETWEEN = 1.0
 
 
 class Agreement:
-    """Lets the ranks of a run agree, about once a second, on whether to stop.
+    """Lets a run's ranks agree, about once a second, on whether to stop.
 
     At each agreement, the ranks also choose the step at which they will next agree, and do not communicate in between.
     During an evaluation, the ranks agree after a round of batches. Ranks without batches in the last rounds keep taking

@@ -63,7 +63,7 @@ def _connected() -> dict[int, Ends]:
 
 @contextmanager
 def _borrowed(number: int) -> Iterator[socket.socket]:
-    """Yield the socket of an open file descriptor and leave it open afterwards.
+    """Yield the socket for an open file descriptor, and leave it open.
 
     Raises OSError if the file is not a socket.
     """

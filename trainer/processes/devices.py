@@ -8,7 +8,7 @@ from ..accelerators import find_kind
 
 
 def find_devices(accelerator: str, devices: int | str | list[int]) -> list[torch.device]:
-    """Return this machine's devices that `accelerator` and `devices` select. CPU devices are interchangeable.
+    """Return the devices on this machine that `accelerator` and `devices` select. CPU devices are interchangeable.
 
     Raises ConfigError if the machine has fewer devices.
     """

@@ -1,5 +1,4 @@
-"""Blocks termination signals in multiprocessing's fork server and in new workers. Only the fork server imports this
-module.
+"""Blocks termination signals in multiprocessing's fork server and in new workers. Imported only by the fork server.
 
 A scheduler sends its signals to every process in a job. A signal could end the server while it is forking a worker,
 whose exit code would then be unknown. A worker that is being forked could also miss a signal. Therefore, the server and

@@ -146,7 +146,7 @@ _channels: dict[Any, Any] = {}
 
 
 def _channel(strategy: Any, group: Any) -> Any:
-    """Return the process group for the backward pass of all_gather. All ranks must call this."""
+    """Return the process group for all_gather's backward pass. All ranks must call this."""
     if group is not None:
         return group
     if strategy.data_ranks is not strategy.collectives:  # a mesh, whose data axis is a subgroup of the world

@@ -413,7 +413,7 @@ class Watchdog:
     def _message_of_all(self, alarm: str, position: Position, head: str) -> tuple[str, bool]:
         """Raise an alarm with this rank's position. Return a message, and whether this rank was the first to raise it.
 
-        The message lists the positions of all ranks or, if the store does not respond, only that of this rank.
+        The message lists the positions of all ranks or, if the store does not respond, only this rank's.
         """
         board, is_first = self.board, True
         if board is None:
@@ -507,7 +507,7 @@ def first_failure(error: BaseException, board: Board) -> BaseException:
 
 
 def _sentence(error: BaseException) -> str:
-    """Return an error as a single line, with the file and line that raised it."""
+    """Return an error as a single line, with the file and line where it was raised."""
     frame = next(iter(stack_of_error(error)), None)
     where = "" if frame is None else f" ({frame.file}:{frame.line})"
     text = " ".join(str(error).split())[:300]

@@ -85,7 +85,7 @@ def launch_workers(
     """Call `function` in a process for each of `ranks`, and return the first rank's result.
 
     A worker calls the result of `enter(attempt, rank)` before it unpickles `function`. `make_group` creates a group
-    that survives the failure of a worker. A worker that does not respond to SIGTERM or SIGHUP within `signals.GRACE`
+    that survives a worker's failure. A worker that does not respond to SIGTERM or SIGHUP within `signals.GRACE`
     seconds ends itself or is killed. A second Ctrl-C ends all workers immediately. This function returns only after all
     workers have exited.
 
@@ -296,7 +296,7 @@ class WorkerGroup:
         """Hook that `watch` calls at each pause, for subclasses to override."""
 
     def _due_at(self) -> float:
-        """Return the time when workers that are still running must be stopped."""
+        """Return the time at which workers that are still running must be stopped."""
         due_at = self._relay.interrupted_at + _INTERRUPT_GRACE
         if self._preempted_at is not None:
             due_at = min(due_at, self._preempted_at + _RESUME_GRACE)
@@ -342,7 +342,7 @@ class WorkerGroup:
             worker.process.join()
 
     def find_failure(self) -> BaseException | None:
-        """Return the exception to raise for this attempt; None if every worker succeeded."""
+        """Return the exception to raise for this attempt, or None if every worker succeeded."""
         # a failure after the request to stop is a consequence
         stopped_at = self._stopped_at or float("inf")
         # Other errors come before broken connections: the rank that failed is often not the first to report, because

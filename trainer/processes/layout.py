@@ -86,7 +86,7 @@ def entry_of(place: Place, device: torch.device) -> ProcessEntry:
 
 
 def describe_layout(entries: Sequence[ProcessEntry], origin: str, meeting: str) -> str:
-    """Return the layout as text: a line for the run and a line for each node.
+    """Return the layout as text: one line for the run and one for each node.
 
     Args:
         origin: see Place. The text omits it for a single process without a launcher, because `legato check` starts a

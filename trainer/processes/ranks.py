@@ -69,7 +69,7 @@ class Ranks:
         return value  # type: ignore[no-any-return]
 
     def broadcast_tensors(self, tensors: Iterable[Tensor], source: int = 0) -> None:
-        """Overwrite the tensors of every rank with those of rank `source`, in chunks of about PIECE bytes."""
+        """Overwrite every rank's tensors with those of rank `source`, in chunks of about PIECE bytes."""
         if self.size == 1:
             return
         by_device: dict[torch.device, list[Tensor]] = {}

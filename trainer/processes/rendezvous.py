@@ -321,7 +321,7 @@ GROUPS = 4
 
 
 def allow_connections(ranks: int) -> None:
-    """Raise this process's limit on open files, because gloo connects every pair of ranks in each group."""
+    """Raise this process's open-file limit, because gloo connects every pair of ranks in each group."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 256 + GROUPS * ranks
     if resource.RLIM_INFINITY != soft < wanted:

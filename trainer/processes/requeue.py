@@ -17,7 +17,7 @@ def requeue_job(number: int) -> None:
     """Requeue this SLURM job after signal `number`.
 
     SIGUSR1 is an early warning. SLURM sends SIGTERM to a job that is being preempted (its state is RUNNING), but also
-    to jobs that were cancelled or have reached their time limit, which must not be requeued. Logs a warning if the job
+    to jobs that were canceled or have reached their time limit, which must not be requeued. Logs a warning if the job
     is not requeued.
     """
     job = slurm_job()

@@ -190,7 +190,7 @@ class SignalWatch:
             self.end_if_due()
 
     def _due(self) -> int:
-        """Return the signal that requires this process to end now; 0 if there is none."""
+        """Return the signal that requires this process to end now, or 0 if there is none."""
         # finish a save rather than end early, but do not wait for a save without progress
         if SAVES.has_progressed(GRACE) or (SAVES.under_way and self._waits_for_ranks()):
             return 0

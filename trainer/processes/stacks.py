@@ -106,7 +106,7 @@ def describe_stack(stack: list[Frame], alone: bool) -> tuple[str, bool]:
 
 
 def collective_of(stack: list[Frame]) -> str | None:
-    """Return the collective that a stack's thread is waiting in; None if it is not waiting in one."""
+    """Return the collective that a stack's thread is waiting in, or None if it is not waiting in one."""
     name = None
     for frame in stack:
         if frame.is_in("torch/distributed/distributed_c10d"):
@@ -127,7 +127,7 @@ def _is_outside_loader(stack: list[Frame]) -> bool:
 
 
 def dump_stacks_to(file: IO[str] | None) -> None:
-    """Make loader workers that are forked from now on write their stacks to `file` when they receive DUMP."""
+    """Make loader workers forked from now on write their stacks to `file` when they receive DUMP."""
     global _dump_file
     _dump_file = file
 

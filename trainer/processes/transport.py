@@ -40,7 +40,7 @@ _BROKEN_CONNECTION = re.compile(
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Pickler for functions and results, with special handling of the classes in some modules.
+    """Pickler for functions and results, with special handling for classes in some modules.
 
     Classes from the modules in `named` are sent by name, because the receiver has the original classes and must not
     receive copies. Classes from the modules in `placed` are sent by value and registered in their module.
@@ -75,7 +75,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 def _needs_its_process(obj: Any) -> bool:
     """Return whether an object is a MosaicML dataset, which each process must create itself.
 
-    If the dataset were copied, the ranks would wait for each other in the first epoch.
+    If the dataset were copied, the ranks would wait for each other during the first epoch.
     """
     kind = getattr(sys.modules.get("streaming.base.dataset"), "StreamingDataset", None)
     return kind is not None and isinstance(obj, kind)

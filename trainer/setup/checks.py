@@ -73,7 +73,7 @@ def _shorten(trainer: "Trainer", batches: int) -> None:
 
 
 def check_task(trainer: "Trainer", task: Any, request: Request, is_sent: bool = False) -> None:
-    """Raise TaskError if a task lacks a method that the stage needs, or has misspelled hooks.
+    """Raise TaskError if a task lacks a method the stage needs, or has misspelled hooks.
 
     Args:
         is_sent: whether the task will be sent to other processes.
@@ -117,6 +117,6 @@ def lacking(task: Task, name: str) -> str:
 
 
 def nearest(task: Task, name: str) -> str:
-    """Return a hint that suggests the task's method with the name most similar to `name`."""
+    """Return a hint that suggests the task's method whose name is most similar to `name`."""
     methods = {method for kind in type(task).__mro__ if kind not in Task.__mro__ for method in vars(kind)}
     return did_you_mean(name, methods - {name}, 0.8)

@@ -54,7 +54,7 @@ class Start:
 
 
 def find_start(call: Call, request: Request) -> tuple[Start, dict[str, Any] | None]:
-    """Find and read the checkpoint, and create the run directory. Return the start and the checkpoint's contents.
+    """Find and read the checkpoint, and create the run directory. Return the `Start` and the checkpoint's contents.
 
     Rank 0 decides for all ranks. If the newest checkpoint in a folder is damaged, rank 0 chooses the next older one.
     """

@@ -82,7 +82,7 @@ def make_membership(call: Call) -> Membership:
 
 
 def set_owners(call: Call) -> None:
-    """Set the trainer of the task and the data module, and add the task's callbacks.
+    """Attach the trainer to the task and the data module, and add the task's callbacks.
 
     Raises TaskError for misspelled hooks.
     """

@@ -19,7 +19,7 @@ def record_start(call: Call, source: Location | None = None, evaluated: tuple[in
     """On rank 0, record this launch in the run directory: command line, layout, versions and code.
 
     Args:
-        source: the checkpoint that the call resumes from or evaluates.
+        source: the checkpoint the call resumes from or evaluates.
         evaluated: step and epoch of the checkpoint being evaluated.
     """
     trainer, strategy, directory = call.trainer, call.strategy, call.trainer.run_dir
@@ -63,7 +63,7 @@ def open_loggers(run: Run, resume_step: int | None) -> None:
     """Open the loggers and store the config on rank 0. On other ranks, pass the run directory to the loggers.
 
     Args:
-        resume_step: the step from which the run resumes; existing logging points after this step are invalid. None if
+        resume_step: the step from which the run resumes; existing logging points after that step are invalid. None if
             the run does not resume.
     """
     trainer, step = run.trainer, run.state.global_step

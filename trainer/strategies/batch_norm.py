@@ -45,7 +45,7 @@ class Synced(BATCH_NORM):  # type: ignore[misc]
     process_group: dist.ProcessGroup
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalize an input of shape (N, C, ...) with the mean and variance over ranks and all dimensions except C."""
+        """Normalize an input of shape (N, C, ...) using statistics over all ranks and all dimensions except C."""
         module: Any = self
         if not module.training:
             return super().forward(input)  # type: ignore[no-any-return]
@@ -78,7 +78,7 @@ class Synced(BATCH_NORM):  # type: ignore[misc]
 
 @cache
 def synced(kind: Any, base: Any = Synced) -> Any:
-    """Return a subclass of `kind` and `base` that computes statistics over all ranks and has the name of `kind`.
+    """Return a subclass of `kind` and `base` that computes statistics over all ranks and has the same name as `kind`.
 
     `kind` precedes `base` in the method resolution order. As a result, an overridden forward still runs, and its call
     to `super().forward` is synchronized.

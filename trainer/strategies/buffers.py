@@ -1,4 +1,4 @@
-"""Handling of buffers, such as batch norm's running statistics, in a process that runs multiple replicas in turn."""
+"""Handles buffers, such as batch norm's running statistics, in a process that runs multiple replicas in turn."""
 
 from typing import TYPE_CHECKING
 

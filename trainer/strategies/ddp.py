@@ -255,7 +255,7 @@ class DDPStrategy(GroupStrategy):
 
 
 def _is_quantized(task: nn.Module) -> bool:
-    """Return whether any weight of the task consists of multiple tensors."""
+    """Return whether any of the task's weights consists of multiple tensors."""
     return any(plain_tensors(weight)[0] is not weight for weight in (*task.parameters(), *task.buffers()))
 
 

@@ -125,7 +125,7 @@ class FlatSum:
     """Sums gradients over ranks, with one all_reduce of a flat buffer per dtype and device.
 
     A missing gradient is treated as zero. If any rank has a gradient for a parameter, every rank receives the sum.
-    Flags at the end of the buffer mark the parameters with a gradient.
+    Flags at the end of the buffer mark the parameters that have a gradient.
     """
 
     def __init__(self, task: nn.Module, ranks: Ranks) -> None:
@@ -182,7 +182,7 @@ class FlatSum:
                 parameter.grad /= divisor
 
     def _buffer(self, kind: Kind, length: int) -> Tensor:
-        """Return a buffer of `length` numbers, reused in every step. New memory would cost a page fault per 4 KiB."""
+        """Return a buffer of `length` numbers, reused each step, because new memory costs a page fault per 4 KiB."""
         if kind not in self.buffers or self.buffers[kind].numel() < length:
             self.buffers[kind] = torch.empty(length, dtype=kind[0], device=kind[1])
         return self.buffers[kind][:length]

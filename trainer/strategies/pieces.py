@@ -47,8 +47,8 @@ def like(item: Any, entries: list[Any]) -> Any:
 def split(batch: Any, sizes: Sequence[int], devices: Sequence[torch.device] | None = None) -> list[Any]:
     """Split `batch` into pieces with the given `sizes`, each on the corresponding device. Containers keep their types.
 
-    A tensor or array is split along its first dimension if this dimension equals the number of samples. A list of plain
-    values is split in the same way. All other values are copied to every piece. Raises DataError if no value can be
+    A tensor or array is split along its first dimension if that dimension equals the number of samples. A list of plain
+    values is split the same way. All other values are copied to every piece. Raises DataError if no value can be
     split.
     """
     samples, is_split = sum(sizes), False
@@ -138,7 +138,7 @@ TINY = 1e-30
 
 
 def combine_losses(outputs: Sequence[Any], sizes: Sequence[int], device: torch.device) -> Any:
-    """Return the output that training_step would return for the whole batch. Losses are averaged by weight."""
+    """Return the output that training_step would return for the whole batch, with the weighted mean of the losses."""
     combined, weights = combine(outputs, sizes, device), [weight_of(output) for output in outputs]
     if all(weight is None for weight in weights):
         return combined

@@ -34,18 +34,17 @@ class Strategy:
 
     The loop first calls `join`, `build_model`, `place_task` and `prepare`. In each step, it calls `training_step` and
     `backward` for every local batch, then `end_step`, then `optimizer_step` for every optimizer. At the end of the
-    run, it calls `finish` and `teardown`. The loop never checks the type of a strategy. Every strategy must follow
+    run, it calls `finish` and `teardown`. The loop never checks a strategy's type. Every strategy must follow
     five rules, which `legato.testing.check_strategy` tests:
 
-    1. After `prepare`, the weights and buffers (or the shards of weights) on every rank have rank 0's values.
-    2. The loop weights each loss by its number of samples. The sum of the weighted losses over all ranks, divided by
-       `loss_scale`, is the mean loss of the step.
-    3. After `end_step`, `parameter.grad` is the gradient of this mean (or this rank's shard of the gradient), and the
-       buffers are those of replica 0. This applies to the ranks in `weight_ranks`, which is empty for local SGD.
-    4. All ranks call `end_step` and `optimizer_step` the same number of times, but the number of calls to
-       `training_step` may differ. A rank without a batch or a loss calls `leave_out`.
-    5. A strategy keeps no state between steps other than what `state_dicts` saves. The number of the current step
-       is `task.global_step`.
+    1. After `prepare`, the weights and buffers (or the shards of weights) on every rank have rank 0's values. 2. The
+    loop weights each loss by its number of samples. The sum of the weighted losses over all ranks, divided by
+    `loss_scale`, is the step's mean loss. 3. After `end_step`, `parameter.grad` is the gradient of this mean (or
+    this rank's shard of the gradient), and the buffers are those of replica 0. This applies to the ranks in
+    `weight_ranks`, which is empty for local SGD. 4. All ranks call `end_step` and `optimizer_step` the same number of
+    times, but the number of calls to `training_step` may differ. A rank without a batch or a loss calls `leave_out`. 5.
+    A strategy keeps no state between steps other than what `state_dicts` saves. The current step number is
+    `task.global_step`.
     """
 
     name = ""
@@ -136,7 +135,7 @@ class Strategy:
         return False
 
     def join(self, place: Place, devices: Sequence[torch.device], precision: str | int) -> None:
-        """Join the other processes of the run. Raises ConfigError if the strategy does not support this layout."""
+        """Join the run's other processes. Raises ConfigError if the strategy does not support this layout."""
         if place.world_size > 1:
             raise ConfigError(
                 f"strategy={self.name} runs in one process, but this run has {place.world_size} processes. "
@@ -219,7 +218,7 @@ class Strategy:
         Args:
             layout: the layout of the replicas. If None, only release the process group and roll back an unfinished
                 step.
-            place: rank and node of this process in the new process group, if there is one.
+            place: this process's rank and node in the new process group, if there is one.
         """
         # gloo closes its sockets once nothing refers to the group, and buckets hold the group and its works. Hooks on
         # a parameter accumulate, so two trees would both send.
@@ -375,7 +374,7 @@ class Strategy:
         return nn.utils.clip_grad_norm_(parameters, limit)
 
     def align_buffers(self) -> None:
-        """Copy the buffers of replica 0 to all ranks, so that evaluations produce the same results on every rank."""
+        """Copy replica 0's buffers to all ranks, so that evaluations produce the same results on every rank."""
         if self.task is not None:
             self.collectives.broadcast_tensors(self.task.buffers())
 

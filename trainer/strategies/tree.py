@@ -26,7 +26,7 @@ class TreeNode(NamedTuple):
 
 
 class CarryStack(Generic[Value]):
-    """Stack of subtrees that are waiting for their right siblings. Push subtrees in the order of their replicas."""
+    """Stack of subtrees that are waiting for their right siblings. Push subtrees in replica order."""
 
     def __init__(self, add: Callable[[Value, Value], Value]) -> None:
         """Create an empty stack.
@@ -99,7 +99,7 @@ def add_up_shares(rows: Sequence[Tensor], nodes_of: list[list[TreeNode]], group:
 
 
 class ReplicaStack:
-    """Gradients of a process's replicas in a step, summed as far as the order of the tree allows."""
+    """Gradients of a process's replicas in a step, summed as far as the tree's order allows."""
 
     def __init__(self, owned: range, parameters: int) -> None:
         self.owned, self.parameters = owned, parameters
@@ -367,7 +367,7 @@ class GradientTree:
         self.hooks = []
 
     def begin_replica(self, replica: int) -> None:
-        """Collect the gradients of the previous replica. Before the first replica, set aside older gradients."""
+        """Collect the previous replica's gradients. Before the first replica, set aside older gradients."""
         self._take()
         self.replica = replica
 

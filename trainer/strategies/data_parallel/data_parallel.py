@@ -127,7 +127,7 @@ def on_device(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def _step_of(copy: "Task", task: "Task", name: str) -> Any:
-    """Return the step method of `copy`. If an instance attribute binds this method to `task`, rebind it to `copy`."""
+    """Return the step method of `copy`. If an instance attribute binds that method to `task`, rebind it to `copy`."""
     step = getattr(copy, name)
     return MethodType(step.__func__, copy) if getattr(step, "__self__", None) is task else step
 

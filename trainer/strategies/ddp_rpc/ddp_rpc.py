@@ -137,7 +137,7 @@ class DDPRPCStrategy(DDPStrategy):
         return RpcSession.opened
 
     def join(self, place: Place, devices: Sequence[torch.device], precision: str | int) -> None:
-        """Join the RPC session, then the process group of the trainers."""
+        """Join the RPC session, then the trainers' process group."""
         # RPC first: its rendezvous needs all processes, but only trainers are in the group
         self.session, self.finished = self._enter(place), False
         trainers = self._trainers(place)
@@ -268,7 +268,7 @@ class DDPRPCStrategy(DDPStrategy):
                 self.held[parameter] = gradient.clone() if before is None else before.add_(gradient)
 
     def end_step(self) -> None:
-        """Reduce and add the gradients of earlier batches, because DDP reduces only those of the last batch."""
+        """Reduce and add earlier batches' gradients, because DDP reduces only those of the last batch."""
         super().end_step()
         assert self.task is not None
         # the config decides, not this rank's gradients: all ranks must issue the same collectives

@@ -72,7 +72,7 @@ def replace(task: nn.Module, change: TensorChange) -> None:
 
 @torch.no_grad()
 def make_plain(task: nn.Module, keep: bool) -> None:
-    """Replace the DTensors of a task with full tensors on the host. All ranks must call this.
+    """Replace a task's DTensors with full tensors on the host. All ranks must call this.
 
     If `keep` is False, replace the DTensors with meta tensors, which need no memory.
     """

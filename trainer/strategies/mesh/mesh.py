@@ -229,7 +229,7 @@ class MeshStrategy(GroupStrategy):
         build_remote_modules(task, task.trainer.seed)
 
     def place_task(self, task: "Task") -> None:
-        """Shard the weights of the task. This process keeps its shard of rank 0's weights."""
+        """Shard the task's weights. This process keeps its shard of rank 0's weights."""
         if self.mesh is None:
             super().place_task(task)
             self.wrapping = Wrapping(task)
@@ -276,7 +276,7 @@ class MeshStrategy(GroupStrategy):
             TensorShards(self.tensor_shards, self._ranks_along("tensor")).attach(task, words)
 
     def _shard(self, task: "Task", mesh: DeviceMesh) -> None:
-        """Shard the task's parameters over a mesh with data and shard axes."""
+        """Shard the task's parameters across a mesh with data and shard axes."""
         # The outermost block is this wrapper, not the task: fully_shard gathers in a module's forward. If training_step
         # called self.body(x) but never self(x), each child would become a root.
         self.steps = MeshSteps(task)
@@ -433,7 +433,7 @@ class MeshStrategy(GroupStrategy):
 
 
 class MeshSteps(nn.Module):
-    """The outermost sharded module. Its forward method calls the steps of the task."""
+    """The outermost sharded module. Its forward method calls the task's steps."""
 
     def __init__(self, task: "Task") -> None:
         super().__init__()

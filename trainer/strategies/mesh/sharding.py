@@ -87,7 +87,7 @@ def find_sharded_blocks(task: nn.Module, blocks: Blocks) -> list[nn.Module]:
 
     Args:
         blocks: class names, or the minimum number of parameters in a block. In the latter case, a module becomes a
-            block if it has at least this many parameters outside of its inner blocks. A single layer belongs to its
+            block if it has at least that many parameters outside its inner blocks. A single layer belongs to its
             parent's block, because fewer, larger messages are faster.
     """
     uses = Counter(id(tensor) for *_, tensor in tensor_slots(task))
@@ -118,7 +118,7 @@ def find_sharded_blocks(task: nn.Module, blocks: Blocks) -> list[nn.Module]:
 
 
 def shares_tensors(module: nn.Module, uses: Counter[int]) -> bool:
-    """Return whether `module` shares a tensor with a module outside of it.
+    """Return whether `module` shares a tensor with a module outside it.
 
     Args:
         uses: number of times the task uses each tensor, keyed by the tensor's id.

@@ -9,7 +9,7 @@ from . import dtensors
 
 
 def release_values(task: nn.Module) -> list[Tensor]:
-    """Replace all tensors of a task with meta tensors, which need no memory. Return the original tensors."""
+    """Replace all of a task's tensors with meta tensors, which need no memory. Return the original tensors."""
     values = dict.fromkeys(tensor for *_, tensor in dtensors.tensor_slots(task))
     dtensors.replace(task, lambda tensor: torch.empty_like(tensor, device="meta"))
     return list(values)

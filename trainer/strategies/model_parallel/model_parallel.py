@@ -36,7 +36,7 @@ def _move_inputs(
 
 
 def move_parts(task: nn.Module, parts: Iterable[tuple[Iterable[nn.Module], torch.device]], rest: torch.device) -> None:
-    """Move each part to its device, and all other tensors of the task to the `rest` device."""
+    """Move each part to its device, and all of the task's other tensors to the `rest` device."""
     placed: set[nn.Module] = set()
     for modules, device in parts:
         for module in modules:
@@ -102,7 +102,7 @@ class DDPModelParallelStrategy(DDPStrategy):
         return len(self._group_devices(devices))
 
     def _group_devices(self, devices: Sequence[torch.device]) -> list[list[torch.device]]:
-        """Return the devices of each process on this machine. Each process gets consecutive devices."""
+        """Return the devices for each process on this machine. Each process gets consecutive devices."""
         size = self.parts_wanted
         processes, rest = divmod(len(devices), size)
         if rest or not processes:
@@ -139,7 +139,7 @@ class DDPModelParallelStrategy(DDPStrategy):
 
     # --- the task ---------------------------------------------------------------------------------------------------
     def place_task(self, task: "Task") -> None:
-        """Move the parts of the task to their devices, unless the task has already done so.
+        """Move the task's parts to their devices, unless the task has already done so.
 
         Raises ConfigError if the task neither places its modules nor has blocks to split, or if it does not support
         micro-batches.
@@ -184,7 +184,7 @@ class DDPModelParallelStrategy(DDPStrategy):
         self.device_hooks = []
 
     def _keep_placement(self, task: "Task") -> None:
-        """Keep the placement chosen by the task. Raises ConfigError if a tensor is not on a device of this process."""
+        """Keep the task's own placement. Raises ConfigError if a tensor is not on one of this process's devices."""
         if self.split != "auto":
             raise ConfigError(
                 f"split={self.split} needs blocks, but {type(task).__name__} places its own modules. Leave split out."

@@ -88,7 +88,7 @@ class BlockInterceptor:
         return tuple(inputs)
 
     def finish(self, step: Callable[[], Any], output: Any) -> Any:
-        """Run `step` with `output` as the output of the last block, and return the result of `step`."""
+        """Run `step` with `output` as the last block's output, and return the result of `step`."""
         with self._calling(partial(self._passed_through, output)):
             result = step()
         if self.next != len(self.blocks):

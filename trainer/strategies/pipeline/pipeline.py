@@ -1,5 +1,4 @@
-"""Pipeline parallelism along a mesh axis: each process holds one stage of the model and splits batches into
-micro-batches.
+"""Pipeline parallelism along a mesh axis: each process holds one stage and splits batches into micro-batches.
 
     configure_blocks      embedding, layers.0, layers.1, layers.2, layers.3, head
     pipeline=2            `-------- stage 0 ---------´  `------ stage 1 -------´      split by parts.py
@@ -117,7 +116,7 @@ class PipelineMeshStrategy(MeshStrategy):
             self.sharding.apply(self.stage, self.stage, mesh)
 
     def _keep_stage(self) -> None:
-        """Move this process's tensors to its device and free the parameters of other stages."""
+        """Move this process's tensors to its device and free other stages' parameters."""
         for tensor in self.owners.tensors:
             local = local_part(tensor)
             if self.owners.is_foreign(tensor):
