@@ -184,7 +184,7 @@ def device_module() -> Any:
 def _module_in_use() -> Any:
     """Return the torch module for this process's accelerator, or None if nothing has used the device yet.
 
-    Reading a device's generators would initialize it, which fails in loader workers after a fork.
+    Reading a device's generators would initialize the device, which fails in loader workers after a fork.
     """
     module = device_module()
     if module is None:

@@ -55,8 +55,8 @@ class Hooks(dict[str, Calls]):
 
     Callbacks are called first, in the user's order, then the task, then late callbacks.
 
-    Late callbacks (MonitoringCallback) evaluate and save the results of the other callbacks. The methods of callbacks
-    are bound to the trainer and the task.
+    Late callbacks (MonitoringCallback) evaluate and save the results of the other callbacks. Callbacks' methods are
+    bound to the trainer and the task.
     """
 
     def __init__(self, trainer: "Trainer", task: Task, callbacks: Sequence[Callback]) -> None:
@@ -112,7 +112,7 @@ def overrides(instance: object, base: type, name: str) -> bool:
 
 
 def check_names(owner: Task | DataModule | Callback) -> None:
-    """Raise TaskError for methods that look like misspelled hooks or steps, and for hooks with wrong arguments.
+    """Raise TaskError for methods that look like misspelled hooks or steps, and for hooks with the wrong arguments.
 
     The message suggests a hook, or lists the arguments that a hook receives.
     """

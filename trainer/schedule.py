@@ -74,9 +74,9 @@ class Schedule:
 
     # --- steps and epochs -------------------------------------------------------------------------------------------
     def count(self, step: StepInput) -> None:
-        """Count a finished step and step the step-interval schedulers.
+        """Count a finished step and advance the step-interval schedulers.
 
-        After an epoch's last step, also step the epoch-interval schedulers that need no metric.
+        After an epoch's last step, also advance the epoch-interval schedulers that need no metric.
         """
         state, optimization = self.state, self.optimization
         optimization.updating = True  # even if a guard dropped the update
@@ -94,7 +94,7 @@ class Schedule:
                 self.step_by_epoch()
 
     def step_by_epoch(self) -> None:
-        """Once per epoch, at the last step if it is known, step the epoch-interval schedulers that need no metric.
+        """Once per epoch, at the last step if it is known, advance the epoch-interval schedulers that need no metric.
 
         This happens before the validation run at the end of the epoch, so that a checkpoint saved during it contains
         the next epoch's learning rates.
@@ -145,7 +145,7 @@ class Schedule:
         return bool(rounds % every < rounds_of_step)
 
     def validation_ends_epoch(self, complete: bool) -> bool:
-        """Return whether to validate now because the epoch is `complete`, or because the run stops within the epoch."""
+        """Return whether to validate now because the epoch is `complete`, or because the run stops mid-epoch."""
         state, agreement, epochs = self.state, self.call.agreement, self.trainer.check_val_every_n_epoch
         if "validation" not in self.data.evaluations or state.validated_at == state.global_step:
             return False

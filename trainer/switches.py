@@ -1,7 +1,7 @@
-"""Everything outside a run that affects its bits: versions, CPU, environment variables, and torch's global switches.
+"""Everything outside a run that affects its exact results: versions, CPU, environment variables and torch's switches.
 
 docs/reference/bits.md describes each name. A run records and compares the results of `versions` and `environment`.
-Workers also copy the caller's values of the switches in the SWITCHES table.
+Workers also copy the caller's values for the switches in the SWITCHES table.
 """
 
 import platform

@@ -1,4 +1,4 @@
-"""Read-only properties of a trainer, under Lightning's names, for callbacks, tasks and scripts."""
+"""Read-only properties of a trainer, using Lightning's names, for callbacks, tasks and scripts."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast

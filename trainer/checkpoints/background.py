@@ -1,4 +1,4 @@
-"""Background saves: training waits only until the state is copied to host memory. A thread writes the copy to disk."""
+"""Background saves: training waits only while the state is copied to host memory. A thread writes the copy to disk."""
 
 import threading
 from collections.abc import Callable, Collection, Mapping

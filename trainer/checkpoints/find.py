@@ -1,7 +1,7 @@
 """Finds complete checkpoints in folders and verifies them. Does not import torch. A checkpoint consists of these files:
 
 step-00001200/
-|-- model.safetensors      contents["state_dict"], under the task's own parameter names
+|-- model.safetensors      contents["state_dict"], using the task's parameter names
 |-- tensors.safetensors    every other tensor
 |-- model-00002.safetensors, tensors-00002.safetensors
 |                          rank 2's shards of sharded tensors (shards.py)

@@ -54,7 +54,7 @@ class Folder(Protocol):
         """Return the names of committed checkpoints (those with a manifest)."""
 
     def candidates(self) -> list[str]:
-        """Return the names of possibly complete checkpoints, including temporary names left by a dead process."""
+        """Return the names of possibly complete checkpoints, including a dead process's temporary names."""
 
     def committed(self, name: str) -> str | None:
         """Return the (possibly temporary) name of a checkpoint; None if the checkpoint is not committed."""
@@ -125,7 +125,7 @@ class LocalFolder:
         return [path.name for path in paths if path.name[0] != "." and (path / manifest.MANIFEST).is_file()]
 
     def candidates(self) -> list[str]:
-        """Return checkpoint names, including temporary names left by a process that died during a replacement."""
+        """Return checkpoint names, including temporary names left by a process that died while replacing one."""
         candidates: dict[str, str] = {}
         # ".step-..." sorts first, so "step-..." replaces it
         for path in sorted(self.path.iterdir()) if self.path.is_dir() else ():

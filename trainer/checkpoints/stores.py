@@ -39,7 +39,7 @@ def connect(address: str) -> Any:
 def _connection(bucket: str, process: int, thread: int) -> Any:
     """Return a bucket's file system for one process.
 
-    Each process needs its own file system, because a connection does not survive a fork.
+    Each process needs its own file system, because connections do not survive a fork.
     """
     from fsspec.core import url_to_fs  # torch requires it
 

@@ -1,1 +1,1 @@
-"""Data: the order of samples, computed by a pure function, and the distribution of batches over replicas."""
+"""Data: the order of samples, computed by a pure function, and the distribution of batches across replicas."""

@@ -161,7 +161,7 @@ def most_batches(loader: Any) -> int | None:
     """Return the maximum number of batches that a loader may yield in an epoch, or None if it has no length.
 
     With an iterable dataset, each worker of a DataLoader may end with a short batch, which the DataLoader's length does
-    not include.
+    not account for.
     """
     if isinstance(loader, CombinedLoader):
         lengths = [most_batches(part) for part in loader.flattened]

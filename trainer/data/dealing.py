@@ -1,4 +1,4 @@
-"""Training and evaluation data: loaders distributed over replicas, one `StepInput` per optimizer step per process."""
+"""Training and evaluation data: loaders distributed across replicas, one `StepInput` per optimizer step per process."""
 
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -206,7 +206,7 @@ TrainingData = DealtData | StreamData
 
 
 class EvaluationData:
-    """Evaluation loaders, distributed over replicas so that each sample is evaluated exactly once."""
+    """Evaluation loaders, distributed across replicas so that each sample is evaluated exactly once."""
 
     def __init__(
         self,
@@ -222,7 +222,7 @@ class EvaluationData:
 
         Args:
             shares: indices of loaders that are known to read a different shard in each process.
-            ranks: the ranks that compare samples to find out whether a loader yields the same data on all ranks.
+            ranks: the ranks that compare samples to determine whether a loader yields the same data on all ranks.
             expects_shares: whether to treat map-style data as a share if its samples cannot be compared.
             count: function that counts the samples in a stream's batch.
         """

@@ -1,6 +1,6 @@
 """Keyed random numbers: each number depends only on where it is drawn, not on earlier draws.
 
-Before a batch is loaded, and before each replica's forward pass, the generators of Python, NumPy and torch are seeded
+Before a batch is loaded, and before each replica's forward pass, Python's, NumPy's and torch's generators are seeded
 from a key: `mix` of seed, epoch and position, or of seed, step and replica. Saving generator states instead would not
 work, because workers' states cannot be saved, prefetching consumes random numbers early, and creating an iterator draws
 from the global generator. The keys for weight updates, and for hooks that every rank calls, do not depend on the
@@ -79,7 +79,7 @@ def same_states(first: tuple[Any, ...], second: tuple[Any, ...]) -> bool:
 
 
 def seed_generators(key: int) -> None:
-    """Seed the global generators of Python, NumPy and torch (CPU, and all devices in use) from a key.
+    """Seed Python's, NumPy's and torch's global generators (CPU, and all devices in use) from a key.
 
     Args:
         key: 0 to 2^64 - 1. Python and accelerators use all 64 bits. NumPy and torch's CPU generator use 32 bits and the
@@ -114,7 +114,7 @@ def keyed_generators(key: int) -> Iterator[Callable[[Callable[[], Any]], Any]]:
     """Seed the generators from a key within this context and restore their states when it ends.
 
     Yields a function that calls its argument with the outer generators, as if outside the context. The context costs
-    about 170 us for the generators of Python, NumPy and torch together, so it is used only for a replica's step.
+    about 170 us for Python's, NumPy's and torch's generators together, so it is used only for a replica's step.
     """
     states = generator_states()
 

@@ -1,4 +1,4 @@
-"""Sample order as a pure function of seed, epoch and position, distributed over replicas.
+"""Sample order as a pure function of seed, epoch and position, distributed across replicas.
 
     seed, epoch -> epoch_key -> permutation(positions, length, key)     the samples at some positions
     Deal.spans(step, replicas) -> BatchSpan                             the positions of a replica's batch

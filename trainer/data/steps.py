@@ -27,7 +27,7 @@ class ReplicaBatch:
     def indices_by_loader(self) -> dict[str, list[Any]] | None:
         """The dataset indices of the batch's samples, keyed by loader name. A single loader's name is "".
 
-        None if the data has no positions, as in streams.
+        None if the data has no positions, as with streams.
         """
         if self.place is None:
             return None

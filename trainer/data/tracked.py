@@ -18,7 +18,7 @@ from .shares import hashes_of
 
 
 class Delivery(NamedTuple):
-    """A batch with its number of samples and its worker's state.
+    """A batch, along with its number of samples and its worker's state.
 
     This class is a tuple so that torch can pin its tensors and send them between processes.
     """
@@ -155,8 +155,8 @@ def has_state(dataset: Any) -> bool:
 def tracked(loader: Any) -> TrackedLoader | None:
     """Return a TrackedLoader, or None if `loader` is not a DataLoader or overrides torch's iteration.
 
-    Also returns None if tracking is not needed: a batch from torch's own collate functions shows its number of samples,
-    so a loader that uses them is tracked only if its dataset has a state.
+    Also returns None if tracking is not needed: a batch from torch's own collate functions reveals its number of
+    samples, so a loader that uses them is tracked only if its dataset has a state.
     """
     if not isinstance(loader, DataLoader) or not iterates_plainly(loader):
         return None

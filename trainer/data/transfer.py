@@ -53,7 +53,7 @@ class CopyStream:
 
 
 def to_device(batch: Any, device: torch.device, copies: CopyStream | None = None) -> Any:
-    """Return `batch` with every tensor on `device`. Tuples, lists, mappings and dataclasses keep their type.
+    """Return `batch` with every tensor on `device`. Tuples, lists, mappings and dataclasses keep their types.
 
     Copies from pinned memory do not block the host. Other objects are moved with their `.to(device)` method if they
     have one.

@@ -379,7 +379,7 @@ class Metrics:
         return [series for series in open_series if series.step_at == self.step and series.step]
 
     def reduce_epoch(self, keep: bool = False) -> Reduced:
-        """Return the current stage's values over the epoch. Close the stage unless `keep` is true.
+        """Return the current stage's values for the epoch. Close the stage unless `keep` is true.
 
         All ranks must call this.
         """
@@ -505,10 +505,10 @@ class Metrics:
         return among[key]
 
     def share(self) -> None:
-        """If `shares` is true, send every rank's training values to all ranks. All ranks must call this."""
+        """If `shares` is true, share every rank's training values with all ranks. All ranks must call this."""
 
     def share_step(self) -> None:
-        """If `shares` is true, send every rank's values of the current step to all ranks before the update.
+        """If `shares` is true, send every rank's values for the current step to all ranks before the update.
 
         All ranks must call this.
         """

@@ -173,7 +173,7 @@ def sort_out(values: Iterable[tuple[Series, float]], suffix: str) -> Reduced:
 def by_loader(
     metrics: Mapping[str, Any], loaders: int, owners: Mapping[str, set[int]] | None = None
 ) -> list[dict[str, float]]:
-    """Split an evaluation's metrics into one dict per loader. Metrics that belong to no loader are in every dict.
+    """Split an evaluation's metrics into one dict per loader. Metrics that belong to no loader appear in every dict.
 
     Args:
         owners: for each name logged without a loader index, the loaders that logged it.
@@ -200,7 +200,7 @@ Row = tuple[Series, int, float, float, int]
 
 
 class Exchange:
-    """Exchange of rows between all ranks in one all_gather, with a number identifying each series.
+    """Exchanges rows among all ranks in a single all_gather, with a number identifying each series.
 
     If there is a new series, or more rows than fit, the ranks first exchange pickled descriptions. All ranks must call
     this.

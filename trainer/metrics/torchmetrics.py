@@ -1,4 +1,4 @@
-"""States of logged torchmetrics objects, reduced over ranks with as few collectives as possible.
+"""States of logged torchmetrics objects, reduced across ranks with as few collectives as possible.
 
 States reduced by sum, concatenation, maximum or minimum can be merged at any time, so a process stores a single state
 for all of its replicas, under its first replica. Other states (dist_reduce_fx "mean", None or a function) can only be

@@ -1,4 +1,4 @@
-"""BatchWeights: weights of the batches in a step's gradient, if training_step returns them.
+"""BatchWeights: the weights, if any, that training_step returns for a step's batches.
 
 The gradient of a step is the mean over its batches, weighted by their sample counts or by the weights that
 training_step returns:

@@ -122,7 +122,7 @@ def diagnose_forward(trainer: "Trainer") -> list[str]:
 def first_bad_module(trainer: "Trainer", item: ReplicaBatch, batch: Any) -> tuple[str, nn.Module, bool] | None:
     """Rerun training_step on a batch. Return the first module whose output contains NaN or, failing that, infinity.
 
-    The returned bool is True if the input of this module was finite.
+    The returned bool is True if this module's input was finite.
     """
     run = trainer.current_run
     by_kind: dict[bool, tuple[str, nn.Module, bool]] = {}

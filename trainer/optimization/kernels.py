@@ -56,7 +56,7 @@ def class_of(optimizer: Optimizer) -> str:
 
 
 def require_same_ranks(by_rank: Sequence[Mapping[str, Any]]) -> None:
-    """Raise ConfigError if numeric settings of a bitwise run differ between ranks.
+    """Raise ConfigError if a bitwise run's numeric settings differ between ranks.
 
     The error lists the differences between rank 0 and another rank.
     """
@@ -72,7 +72,7 @@ def require_same_ranks(by_rank: Sequence[Mapping[str, Any]]) -> None:
 
 
 def compile_in_place(task: nn.Module, options: bool | Mapping[str, Any]) -> None:
-    """Compile the task's forward method and its direct children in place, so that state_dict names don't change.
+    """Compile the task's forward method and direct children in place, so that state_dict names don't change.
 
     If class names are given as `blocks`, compile the modules of these classes instead. Identical blocks share one
     compilation. The steps are not compiled, because logging breaks the graph. Raises ConfigError for a class name that

@@ -9,7 +9,7 @@ from ...base.errors import ConfigError, TaskError, correction, first_names
 
 
 def require_parameters(task: nn.Module) -> None:
-    """Raise TaskError if a task has no parameters. torch would only report an empty parameter list."""
+    """Raise TaskError if a task has no parameters. torch itself would only report an empty parameter list."""
     if next(task.parameters(), None) is None:
         raise TaskError(
             f"{type(task).__name__} has no parameters, so configure_optimizers has nothing to train. Assign modules to "

@@ -116,7 +116,7 @@ class Optimization:
         return clips or bool(self.hooks["on_before_optimizer_step"])
 
     def _repeats_steps(self) -> bool:
-        """Return whether training_step runs more than once per step, for several replicas or parts of a batch."""
+        """Return whether training_step runs more than once per step, for multiple replicas or parts of a batch."""
         return self.state.replicas > 1 or self.strategy.cuts_batches
 
     def take_optimizers(self, optimizers: Sequence[Optimizer]) -> None:

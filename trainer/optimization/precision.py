@@ -87,7 +87,7 @@ class Precision:
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide an optimizer's gradients by the scale before clipping, at most once per step.
 
-        Raises RuntimeError on a second call in the same step.
+        Raises RuntimeError if called twice in the same step.
         """
         if self.scaler is not None and self._has_gradient(optimizer):
             self.scaler.unscale_(optimizer)

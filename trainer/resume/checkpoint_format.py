@@ -42,8 +42,8 @@ class CheckpointFormat(Protocol):
 
         Args:
             path: path of the checkpoint, which has not been verified yet.
-            ranks: the processes of the run.
-            names: names in the task's state dict, for other programs' files, which may add a prefix to these names.
+            ranks: the run's processes.
+            names: names in the task's state dict. Files from other programs may add a prefix to these names.
             in_parts: keys of contents for which a rank needs only its slices of sharded tensors. Returning full tensors
                 is also allowed.
 

@@ -57,7 +57,7 @@ def contents(trainer: "Trainer", weights_only: bool) -> dict[str, Any]:
 
 
 def frozen_weights(task: nn.Module, weights: Mapping[str, Any], share: bool | None) -> set[str]:
-    """Return the names of the weights to store only once for all checkpoints.
+    """Return the names of the weights that are stored only once for all checkpoints.
 
     For `share`, see `Checkpoint.share_frozen`.
     """
@@ -116,7 +116,7 @@ def require_step_done(trainer: "Trainer") -> None:
 
 
 def hyperparameters_of(owner: "Hyperparameters", prefix: str = "") -> dict[str, Any]:
-    """Return an object's hyperparameters for a checkpoint, under Lightning's keys.
+    """Return an object's hyperparameters for a checkpoint, using Lightning's keys.
 
     The result includes the names of omitted hyperparameters. If a single argument contained all hyperparameters, the
     result also includes that argument's name.

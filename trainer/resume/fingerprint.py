@@ -118,7 +118,7 @@ def fingerprint_of(trainer: TrainerArguments, optimization: "Optimization") -> d
 
 
 def samples_of(trainer: TrainerArguments, loader: Any, rounds: int | None, dealt_out: bool) -> dict[str, Any]:
-    """Return the settings that determine each step's samples, as far as the training loader reveals them.
+    """Return the settings that determine each step's samples, to the extent that the training loader reveals them.
 
     Args:
         rounds: number of batches per replica in an epoch; None if unknown.

@@ -49,7 +49,7 @@ UNWRITABLE = (
 
 
 class Saver:
-    """Writes, cleans up and removes the checkpoints of a trainer's runs, one operation at a time.
+    """Writes, cleans up and removes a trainer's checkpoints, one operation at a time.
 
     Every operation first waits for a background save to finish. Otherwise, the two operations could delete each other's
     files and, if states are sharded, would use one process group from two threads.

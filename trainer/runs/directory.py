@@ -211,7 +211,7 @@ class RunDirectory:
     def metrics(self) -> "dict[str, Any]":
         """Logged values as NumPy arrays, keyed by name: "step", "time" (Unix time in seconds) and each metric.
 
-        Each array has one entry for each logged step. The entry is NaN if the metric was not logged at that step. The
+        Each array has one entry for each logged step. An entry is NaN if the metric was not logged at that step. The
         dict is empty if nothing was logged.
         """
         import numpy

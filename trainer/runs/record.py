@@ -135,7 +135,7 @@ def note_epoch(directory: Path, epoch: int, step: int) -> None:
 def epochs_begun(directory: Path) -> dict[int, int]:
     """Return how many steps preceded each epoch that has started, keyed by epoch.
 
-    If an epoch was repeated after a resume, its most recent start counts.
+    If an epoch was repeated after a resume, only its most recent start counts.
     """
     begun: dict[int, int] = {}
     if (directory / EPOCHS).is_file():

@@ -2,7 +2,7 @@
 
     s3://bucket/runs/digits/version_3      ~/.cache/legato/runs/s3/bucket/runs/digits/version_3
 
-Loggers can therefore write ordinary files, and other modules don't have to handle object stores. `location_of`
+As a result, loggers can write ordinary files, and other modules don't have to handle object stores. `location_of`
 (base/location.py) returns the address of a mirrored folder. Checkpoints are not mirrored: they are read and written
 directly in the store (ObjectFolder).
 """
@@ -41,8 +41,8 @@ READ = {RUN_FILE, POINTS_FILE, CONFIG, GIVEN_CONFIG, RECORD, EPOCHS, LOCK}
 class RemoteLock(RunLock):
     """Exclusive right to write to a run directory in a store.
 
-    While a run holds the lock, the local folder is mirrored to the store. The lock on the local folder detects a dead
-    holder immediately. The lock object in the store locks out other machines.
+    While a run holds the lock, the local folder is mirrored to the store. The lock on the local folder allows a dead
+    holder to be detected immediately. The lock object in the store locks out other machines.
     """
 
     def __init__(self, folder: Path, stage: str) -> None:
