@@ -49,7 +49,7 @@ class Logger:
         self._directory, self._is_open = Path(run_dir), True
 
     def follow(self, run_dir: Path) -> None:
-        """Record the run directory in a process that does not write: another rank, or the launching process."""
+        """Record the run directory in a process that does not write logs: another rank, or the launching process."""
         self._directory = Path(run_dir)
 
     @property
@@ -106,7 +106,7 @@ class Logger:
         """Record the graph of a model if the logger supports it."""
 
     def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
-        """Called on rank 0 after a Checkpoint callback saves. A background save may not be complete yet."""
+        """Called on rank 0 after a Checkpoint callback saves. A background save may not have finished yet."""
 
     def save(self) -> None:
         """Flush all values logged so far."""
@@ -120,5 +120,5 @@ class Logger:
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}.{instead}")
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pickle the logger as closed, because the process that becomes rank 0 opens it."""
+        """Pickle the logger as closed, because the process that becomes rank 0 will open it."""
         return {**vars(self), "_is_open": False}

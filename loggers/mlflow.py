@@ -116,7 +116,7 @@ class MLFlowLogger(Logger):
         self.experiment.update_run(self._run_id, "RUNNING")
 
     def follow(self, run_dir: Path) -> None:
-        """Read the id of the MLflow run from the run directory."""
+        """Read the MLflow run's id from the run directory."""
         super().follow(run_dir)
         id_file = Path(run_dir, ID_FILE)
         if self._run_id is None and id_file.exists():

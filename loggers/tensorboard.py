@@ -1,4 +1,4 @@
-"""TensorBoardLogger: writes event files for TensorBoard, without repeated points after a resume."""
+"""TensorBoardLogger: writes event files for TensorBoard, without duplicate points after a resume."""
 
 import logging
 import os
@@ -94,7 +94,7 @@ class TensorBoardLogger(Logger):
         return SummaryWriter(str(self._events), purge_step=purge_step, **self._writer_options)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Write a step's scalars as one event, in a quarter of the time that five `add_scalar` calls take."""
+        """Write a step's scalars as a single event, in a quarter of the time that five `add_scalar` calls take."""
         if self._writer is None:
             return
         self._require_folder()

@@ -71,7 +71,7 @@ class WandbLogger(Logger):
         self._written = -1 if resume_step is None else int(self.experiment.summary.get(STEP, -1))
 
     def follow(self, run_dir: Path) -> None:
-        """Read the id of the W&B run from the run directory."""
+        """Read the W&B run's id from the run directory."""
         super().follow(run_dir)
         id_file = Path(run_dir, ID_FILE)
         if not self._init.get("id") and id_file.exists():

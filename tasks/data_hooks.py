@@ -18,15 +18,15 @@ class DataHooks:
         return None
 
     def val_dataloader(self) -> Any:
-        """Return the validation loader, or a list or dict of them."""
+        """Return the validation loader, or a list or dict of loaders."""
         return None
 
     def test_dataloader(self) -> Any:
-        """Return the test loader, or a list or dict of them."""
+        """Return the test loader, or a list or dict of loaders."""
         return None
 
     def predict_dataloader(self) -> Any:
-        """Return the prediction loader, or a list or dict of them."""
+        """Return the prediction loader, or a list or dict of loaders."""
         return None
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:

@@ -67,7 +67,7 @@ class Digits(Task):
         self._evaluate("test", batch)
 
     def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Return the most likely digit of each image, shape (n,)."""
+        """Return the most likely digit for each image, with shape (n,)."""
         logits: Tensor = self(batch[0])
         return logits.argmax(dim=1)
 

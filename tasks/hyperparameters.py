@@ -115,14 +115,14 @@ def plain_hyperparameters(owner: Hyperparameters) -> dict[str, Any]:
 
 
 def built_hyperparameters(owner: Hyperparameters) -> dict[str, Any]:
-    """Return the configs of hyperparameters that were built from a config, by name."""
+    """Return the configs that hyperparameters were built from, keyed by hyperparameter name."""
     recorded = owner.__dict__.get("_hparams_configs", {})
     # by identity: the task may have replaced the object that the config built
     return {name: config for name, (value, config) in recorded.items() if owner.hparams.get(name) is value}
 
 
 def plain_containers(value: Any) -> Any:
-    """Convert mappings and sequences such as OmegaConf's to dicts and lists, recursively."""
+    """Recursively convert mappings and sequences, such as OmegaConf's, to dicts and lists."""
     if isinstance(value, Mapping):
         return {key: plain_containers(item) for key, item in value.items()}
     if isinstance(value, tuple):

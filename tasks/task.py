@@ -164,7 +164,7 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
         raise NotImplementedError(f"{type(self).__name__} has no validation_step.")
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Test a batch. Parameters: (batch), (batch, batch_idx) or (batch, batch_idx, dataloader_idx)."""
+        """Evaluate a test batch. Parameters: (batch), (batch, batch_idx) or (batch, batch_idx, dataloader_idx)."""
         raise NotImplementedError(f"{type(self).__name__} has no test_step.")
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -202,7 +202,7 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
         raise NotImplementedError(f"{type(self).__name__} has no configure_optimizers.")
 
     def make_optimizers(self) -> tuple[list[torch.optim.Optimizer], list[SchedulerConfig]]:
-        """Return the optimizers and learning rate schedulers for a fit, parsed from `configure_optimizers`.
+        """Return the optimizers and learning rate schedulers for fit, parsed from `configure_optimizers`.
 
         Raises TaskError if that method's return value has an unknown form, or if an optimizer has parameters that do
         not belong to the task.
@@ -254,7 +254,7 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
             sync_dist: Sum the values over all processes. Needed only with reduce_fx="sum" in a hook that runs once per
                 step or epoch.
             add_dataloader_idx: With multiple loaders, append `/dataloader_idx_N` to the name.
-            batch_size: Weight to use instead of the number of samples: a number or a tensor with one value.
+            batch_size: Weight to use instead of the number of samples: a number or a tensor with a single value.
             rank_zero_only: Log only rank 0's value.
             enable_graph, sync_dist_group, metric_attribute: Accepted for compatibility with Lightning; no effect.
 
@@ -311,7 +311,7 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
         self.trainer.current_run.optimization.manual_backward(loss, *args, **kwargs)
 
     def toggle_optimizer(self, optimizer: Any) -> None:
-        """Disable the gradients of parameters that `optimizer` does not update. `untoggle_optimizer` restores them."""
+        """Disable gradients for parameters that `optimizer` does not update. `untoggle_optimizer` restores them."""
         optimizer = getattr(optimizer, "optimizer", optimizer)
         ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         before: dict[nn.Parameter, bool] = self.__dict__.setdefault("_toggled", {})
@@ -328,7 +328,7 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
     def clip_gradients(
         self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
-        """Clip the gradients of `optimizer`'s parameters. The defaults are the Trainer arguments of the same names."""
+        """Clip the gradients of `optimizer`'s parameters. Defaults are the Trainer arguments with the same names."""
         self.trainer.current_run.optimization.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def count_samples(self, batch: Any) -> int:

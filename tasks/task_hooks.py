@@ -1,4 +1,4 @@
-"""TaskHooks: the hooks of tasks; `callbacks/callback.py` lists them in call order."""
+"""TaskHooks: the task hooks; `callbacks/callback.py` lists them in call order."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 class TaskHooks:
-    """Hooks of tasks. Hooks you don't override add no overhead."""
+    """Task hooks. Hooks you don't override add no overhead."""
 
     trainer: "Trainer"
 
@@ -35,7 +35,7 @@ class TaskHooks:
         """Called after the last epoch."""
 
     def on_train_epoch_start(self) -> None:
-        """Called when an epoch starts or a resumed run continues one."""
+        """Called when an epoch starts or when a resumed run continues an epoch."""
 
     def on_train_epoch_end(self) -> None:
         """Called after an epoch. You may still log values."""

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class Values(dict[str, Any]):
-    """A dict of values by name. Copying or pickling it creates a plain dict."""
+    """A dict of values keyed by name. Copying or pickling it creates a plain dict."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return dict, (dict(self),)
@@ -135,7 +135,7 @@ class TrainerAttributes(OwnParts, Trainer):
 
     @property
     def global_step(self) -> int:
-        """Number of optimizer steps; in manual optimization, the number of calls to `step`."""
+        """Number of optimizer steps; with manual optimization, the number of calls to `step`."""
         # in manual optimization, Legato counts batches and Lightning counts calls to `step`
         manual = self.run is not None and not self.run.task.automatic_optimization
         return self.state.optimizer_steps if manual else self.state.global_step
@@ -210,7 +210,7 @@ class TrainerAttributes(OwnParts, Trainer):
 
     @property
     def manual_optimizers(self) -> list[ManualOptimizer]:
-        """The optimizers of the run or of the latest fit, wrapped as the module receives them."""
+        """The optimizers of the run or the latest fit, wrapped in the form that the module receives."""
         optimizers = [] if self.run is None else super().optimizers
         if not optimizers:
             return [LightningOptimizer(optimizer) for optimizer in self.fitted[0]]
@@ -280,7 +280,7 @@ class TrainerAttributes(OwnParts, Trainer):
 
     @property
     def logged_metrics(self) -> dict[str, Any]:
-        """The latest values passed to loggers, by name, including the values of the latest batch."""
+        """The latest values passed to loggers, by name, including those from the latest batch."""
         self._read_newest()
         metrics: dict[str, Any] = self.__dict__["_logged_metrics"]
         return metrics
@@ -291,7 +291,7 @@ class TrainerAttributes(OwnParts, Trainer):
 
     @property
     def progress_bar_metrics(self) -> dict[str, float]:
-        """The latest values shown in progress bars, by name, including the values of the latest batch."""
+        """The latest values shown in progress bars, by name, including those from the latest batch."""
         self._read_newest()
         metrics: dict[str, float] = self.__dict__["_progress_bar_metrics"]
         return metrics

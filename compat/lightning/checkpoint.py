@@ -53,7 +53,7 @@ class Code:
         self.pickled = pickled
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Make `torch.load` restore the original value if it reads the file with weights_only=False."""
+        """Make `torch.load` restore the original value when it reads the file with weights_only=False."""
         return load_pickle, (self.pickled,)
 
 
@@ -167,7 +167,8 @@ def _with_averages(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_hyperparameters(contents: Mapping[str, Any], owners: Mapping[str, Any]) -> dict[str, Any]:
-    """Return contents whose hyperparameters have the program's types, including code and OmegaConf containers.
+    """Return checkpoint contents whose hyperparameters have the program's types, including code and OmegaConf
+    containers.
 
     Values that a hook has changed are preserved. `owners` maps key prefixes to the module and the data module.
     """
@@ -290,7 +291,7 @@ def in_one_piece(value: Any, ranks: Any) -> Any:
 
 # --- of a run ---------------------------------------------------------------------------------------------------------
 class LightningFile:
-    """Checkpoint format of runs in Lightning compatibility mode: one file that Lightning can load."""
+    """Checkpoint format for runs in Lightning compatibility mode: one file that Lightning can load."""
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer

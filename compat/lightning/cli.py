@@ -269,7 +269,7 @@ class LightningCLI:
         parser.add_argument("--seed_everything", type=bool | int, default=self.seed_everything_default, help=about)
 
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add the arguments of the trainer, module and data module."""
+        """Add the trainer, module and data module arguments."""
         parser.add_lightning_class_args(self.trainer_class, "trainer")
         defaults = {name: value for name, value in self.trainer_defaults.items() if name != "callbacks"}
         parser.set_defaults({f"trainer.{name}": value for name, value in defaults.items()})

@@ -26,7 +26,7 @@ def run_convert(arguments: Namespace) -> None:
 def convert_checkpoint(source: Path, target: Path) -> tuple[int, int]:
     """Convert a checkpoint to Lightning's format and return its epoch and step.
 
-    If `source` is a folder of checkpoints, its newest complete checkpoint is converted. Raises CheckpointError if there
+    If `source` is a folder of checkpoints, its latest complete checkpoint is converted. Raises CheckpointError if there
     is no checkpoint, if `target` exists, or if `target` has the wrong suffix.
     """
     storage.require_new(target)

@@ -82,7 +82,7 @@ def placeholders(package: str, names: str, way_out: str) -> list[Any]:
 
 
 def _compare(package: str, relation: str, number: str) -> bool:
-    """Compare the installed version of a package or of Python with a version such as "2_1_0"."""
+    """Compare the installed version of a package or Python against a version such as "2_1_0"."""
     try:
         installed = platform.python_version() if package == "PYTHON" else version(package.lower())
     except PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""Starts the ranks of a script. As in Lightning, this process is rank 0, and every other rank reruns the script.
+"""Starts a script's ranks. As in Lightning, this process is rank 0, and every other rank reruns the script.
 
 Attributes that `fit` sets on the module, callbacks and trainer remain available, as with a single process.
 """

@@ -1,4 +1,4 @@
-"""Conversion of a run's progress to and from Lightning's checkpoint files."""
+"""Converts a run's progress to and from the format of Lightning's checkpoint files."""
 
 import logging
 from collections.abc import Mapping

@@ -64,7 +64,7 @@ class PlacesPoints:
     """The running Lightning Trainer; None for other trainers."""
 
     def log_point(self, values: Mapping[str, float], step: int) -> None:
-        """Write values at the logged "step" or, if there is none, at a step that the trainer determines.
+        """Write values at the logged "step" or, if there is none, at a step that the trainer chooses.
 
         In `fit`, the trainer uses the index of the latest step. In other stages, it uses the number of steps.
         """
@@ -251,7 +251,7 @@ class FolderOfLogger:
 
 
 class FolderParts(PlacesPoints, logger.Logger):
-    """Base class for loggers with their own folder. Programs read parts of the folder's path from its attributes."""
+    """Base class for loggers with their own folder. Programs read parts of the path from the logger's attributes."""
 
     own_folder: FolderOfLogger | None = None
     """The logger's folder. None: the run directory."""
@@ -353,7 +353,7 @@ class TensorBoardLogger(FolderParts, tensorboard.TensorBoardLogger):
         return super().experiment
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Write scalars. If a value is a dict, its items are shown as curves in one chart."""
+        """Write scalars. If a value is a dict, its items are shown as curves in a single chart."""
         if rank_zero_only.rank != 0:
             return
         _ = self.experiment
@@ -632,7 +632,7 @@ class WandbLogger(PlacesPoints, WithoutFiles, wandb.WandbLogger):
 
     @property
     def version(self) -> str | None:
-        """The id of the W&B run; None if the run does not exist yet and no id was passed."""
+        """The W&B run's id; None if the run does not exist yet and no id was passed."""
         identity: str | None = self._init["id"]
         return identity
 

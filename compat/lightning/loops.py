@@ -197,7 +197,7 @@ class TrainingEpochLoop(Loop):
 
     @property
     def done(self) -> bool:
-        """Whether all batches of the epoch have been completed or a limit has been reached."""
+        """Whether all of the epoch's batches have been completed or a limit has been reached."""
         return self.done_by_batches or FitLoop(self.trainer).done
 
 

@@ -57,7 +57,7 @@ class LayerSummary:
 
 
 class ModelSummary:
-    """The layers of a module down to depth `max_depth` (-1: all layers, 0: none). `str()` returns a table.
+    """A module's layers down to depth `max_depth` (-1: all layers, 0: none). `str()` returns a table.
 
     A module with an `example_input_array` is called once with this input to record shapes and operations.
     """
@@ -159,13 +159,13 @@ class ModelSummary:
 
     @property
     def model_size(self) -> float:
-        """The size of the parameters in MB, in their current dtypes."""
+        """The parameters' size in MB, in their current dtypes."""
         size: int = sum(_count(parameter) * parameter.element_size() for parameter in self.model.parameters())
         return size * 1e-6
 
     @property
     def total_flops(self) -> int:
-        """The number of floating-point operations in a call with the example input; 0 if there is no example."""
+        """The number of floating-point operations in a call with the example input; 0 if there is no example input."""
         return int(self._counter.get_total_flops())
 
     @property

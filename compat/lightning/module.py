@@ -311,9 +311,9 @@ class LightningModule(InitialHyperparameters, Task):
         gradient_clip_val: int | float | None = None,
         gradient_clip_algorithm: Any = None,
     ) -> None:
-        """Clip the gradients of the parameters of `optimizer`. The defaults are the values set in the Trainer.
+        """Clip the gradients of `optimizer`'s parameters. The defaults are the values set on the Trainer.
 
-        Raises MisconfigurationException for values that differ from those set in the Trainer.
+        Raises MisconfigurationException for values that differ from those set on the Trainer.
         """
         algorithm = gradient_clip_algorithm and str(getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm))
         if algorithm not in (None, "norm", "value"):
@@ -328,7 +328,7 @@ class LightningModule(InitialHyperparameters, Task):
 
     @contextmanager
     def toggled_optimizer(self, optimizer: Any) -> Iterator[None]:
-        """Within this context, enable gradients only for the parameters of `optimizer`."""
+        """Within this context, enable gradients only for `optimizer`'s parameters."""
         self.toggle_optimizer(optimizer)
         try:
             yield
@@ -472,7 +472,7 @@ def builder(kind: Any, values: Mapping[str, Any]) -> Any:
 
 
 def with_config(kind: type, saved: Mapping[str, Any], updates: Mapping[str, Any]) -> dict[str, Any]:
-    """Return constructor arguments: `updates`, plus the module's OmegaConf config of hyperparameters if it has one."""
+    """Return constructor arguments: `updates`, plus the module's OmegaConf hyperparameter config if it has one."""
     config: Any = saved.get("hyper_parameters")
     parameters = inspect.signature(kind).parameters
     name = str(saved.get("hparams_name"))
@@ -563,7 +563,7 @@ def _sizes(make_loaders: Any) -> str:
 
 
 class _Loaders:
-    """Creates the loaders for datasets. This is a class so that the data module can be pickled."""
+    """Creates loaders for datasets. It is a class, not a function, so that the data module can be pickled."""
 
     def __init__(self, data: Any, shuffle: bool, options: dict[str, Any]) -> None:
         self.data, self.shuffle, self.options = data, shuffle, options

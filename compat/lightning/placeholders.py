@@ -15,7 +15,7 @@ class UnsupportedAttributeError(UnsupportedError, AttributeError):
 
 
 class Placeholder(type):
-    """The metaclass of placeholders. Calling a placeholder or reading its attributes raises UnsupportedError."""
+    """The metaclass for placeholders. Calling a placeholder or reading its attributes raises UnsupportedError."""
 
     way_out: str
 

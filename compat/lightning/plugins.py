@@ -72,13 +72,13 @@ class MixedPrecision(Precision):
 
 
 class DoublePrecision(Precision):
-    """float64 for all parameters and computations."""
+    """Uses float64 for all parameters and computations."""
 
     precision = "64-true"
 
 
 class HalfPrecision(Precision):
-    """float16 or bfloat16 for all parameters and computations."""
+    """Uses float16 or bfloat16 for all parameters and computations."""
 
     def __init__(self, precision: str = "16-true") -> None:
         super().__init__()
@@ -152,7 +152,7 @@ class ClusterEnvironment:
 
 
 class LightningEnvironment(ClusterEnvironment):
-    """Processes that the trainer starts or that environment variables define."""
+    """Processes started by the trainer or described by environment variables."""
 
 
 class SLURMEnvironment(ClusterEnvironment):

@@ -1,4 +1,4 @@
-"""TrainerState: the state of a trainer under Lightning's names, based on Legato's loop state."""
+"""TrainerState: a trainer's state under Lightning's names, based on Legato's loop state."""
 
 from typing import Any
 

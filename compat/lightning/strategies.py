@@ -201,7 +201,7 @@ class TorchCheckpointIO(CheckpointIO):
 
 
 class OwnBackward(strategy.Strategy):
-    """Mixin that also accepts `backward` calls from a program. It must be the first base class of a strategy."""
+    """Mixin that also accepts `backward` calls from a program. It must be a strategy's first base class."""
 
     def backward(
         self,
@@ -277,7 +277,7 @@ class SingleDeviceStrategy(OwnBackward, Strategy, SingleStrategy):
 
 
 class DDPStrategy(OwnBackward, DistributedDataParallel, ParallelStrategy):
-    """Runs one process per device. `kwargs` are options of torch's DistributedDataParallel."""
+    """Runs one process per device. `kwargs` are options for torch's DistributedDataParallel."""
 
     strategy_name = "ddp"
 

@@ -191,7 +191,7 @@ class Trainer(TrainerAttributes):
 
     # --- choices of this Trainer ------------------------------------------------------------------------------------
     def new_state(self) -> TrainerState:
-        """Return the initial state for fit. Its counts continue from the end of the previous fit."""
+        """Return the initial state for fit. Its counts continue from where the previous fit ended."""
         last = self.state
         # in Lightning, a second fit continues the counts of the first; in Legato, it starts from zero
         fields = ("global_step", "optimizer_steps", "rounds", "samples_seen", "replicas", "seed")
@@ -243,7 +243,7 @@ class Trainer(TrainerAttributes):
                 submodule.training = True
 
     def show_modes(self) -> None:
-        """Restore the mode of each module. As in Lightning, training does not change these modes."""
+        """Restore each module's mode. As in Lightning, training does not change these modes."""
         for name, submodule in self.lightning_module.named_modules():
             submodule.training = self.modes_before.get(name, submodule.training)
 

@@ -31,7 +31,7 @@ SMOOTHING = 0.98
 
 
 class LearningRateSweep(Callback):
-    """Raises the learning rate from `lr_min` to `lr_max` and records the smoothed loss of each step.
+    """Increases the learning rate from `lr_min` to `lr_max` and records the smoothed loss at each step.
 
     Smith, Cyclical Learning Rates for Training Neural Networks (https://arxiv.org/abs/1506.01186).
 

@@ -98,7 +98,7 @@ class Stateful(Protocol):
 
 @runtime_checkable
 class CollectibleGroup(Protocol):
-    """An object with the interface of a process group."""
+    """An object with a process group's interface."""
 
     def size(self) -> int:
         """Return the number of processes."""
@@ -120,7 +120,7 @@ class Steppable(Protocol):
 
 @runtime_checkable
 class Optimizable(Steppable, Protocol):
-    """An object with the interface of an optimizer."""
+    """An object with an optimizer's interface."""
 
     param_groups: list[dict[Any, Any]]
     defaults: dict[Any, Any]

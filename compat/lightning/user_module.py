@@ -27,7 +27,7 @@ HOOKS_OF_LIGHTNING_1 = {
 
 
 def refuse_old_hooks(method: str, module: Any) -> None:
-    """Raise NotImplementedError if a module has a hook from Lightning 1."""
+    """Raise NotImplementedError if a module uses a Lightning 1 hook."""
     for name in HOOKS_OF_LIGHTNING_1.get(method, ()):
         if callable(getattr(module, name, None)):
             raise NotImplementedError(

@@ -56,7 +56,7 @@ def get_init_args(frame: FrameType) -> Any:
 
 
 def seed_everything(seed: int | None = None, workers: bool = False, verbose: bool = True) -> int:
-    """Seed the random number generators of Python, NumPy and torch, set PL_GLOBAL_SEED, and return the seed.
+    """Seed the Python, NumPy and torch random number generators, set PL_GLOBAL_SEED, and return the seed.
 
     Args:
         seed: The seed. None: the environment variable PL_GLOBAL_SEED, or 0 if it is not set.
@@ -230,7 +230,7 @@ def main() -> None:
 
 
 def get_filesystem(path: str | Path, **kwargs: Any) -> Any:
-    """Return the fsspec filesystem of a path. Raises ModuleNotFoundError if fsspec is not installed."""
+    """Return the fsspec filesystem for a path. Raises ModuleNotFoundError if fsspec is not installed."""
     return importlib.import_module("fsspec.core").url_to_fs(str(path), **kwargs)[0]
 
 

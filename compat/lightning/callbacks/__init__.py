@@ -1,1 +1,1 @@
-"""Lightning's callbacks whose arguments or effects differ from those of Legato's callbacks."""
+"""Lightning callbacks whose arguments or effects differ from those of Legato's callbacks."""

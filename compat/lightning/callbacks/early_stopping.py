@@ -1,4 +1,4 @@
-"""EarlyStopping, with Lightning's arguments and attributes. It checks at the same times as Lightning's callback."""
+"""EarlyStopping, with Lightning's arguments and attributes. It checks the metric when Lightning's callback would."""
 
 import logging
 import warnings

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def data_of_run(trainer: Any) -> dict[str, Any]:
-    """Return the data of the current run as keyword arguments for a search."""
+    """Return the current run's data as keyword arguments for a search."""
     loaders = trainer.run.request_loaders
     if trainer.run.stage == "fit":
         data = {"train_dataloaders": loaders.get("train")}

@@ -167,7 +167,7 @@ class ModelCheckpoint(Checkpoint):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the paths and scores of the checkpoints."""
+        """Return the checkpoints' paths and scores."""
         return {
             "monitor": self.monitor,
             "best_model_score": self.best_model_score,
@@ -451,7 +451,7 @@ class ModelCheckpoint(Checkpoint):
 
     @staticmethod
     def _link_checkpoint(trainer: "Trainer", filepath: str, linkpath: str) -> None:
-        """Create a symbolic link to a checkpoint. A link or checkpoint of this run at `linkpath` is replaced."""
+        """Create a symbolic link to a checkpoint. A link or checkpoint from this run at `linkpath` is replaced."""
         if trainer.is_global_zero and os.path.abspath(filepath) != os.path.abspath(linkpath):
             if os.path.islink(linkpath):
                 os.remove(linkpath)

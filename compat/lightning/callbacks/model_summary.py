@@ -59,4 +59,4 @@ class ModelSummary(model_summary.ModelSummary, Callback):
 
 
 class RichModelSummary(ModelSummary):
-    """Logs the table of ModelSummary, for programs that use Lightning's rich version."""
+    """Logs the ModelSummary table, for programs that use Lightning's rich version."""

@@ -317,7 +317,7 @@ class TQDMProgressBar(ProgressBar):
 
 @dataclass
 class RichProgressBarTheme:
-    """Styles of Lightning's rich bar. They are accepted but ignored."""
+    """Styles for Lightning's rich bar, which are accepted but ignored."""
 
     description: Any = ""
     progress_bar: Any = "#6206E0"

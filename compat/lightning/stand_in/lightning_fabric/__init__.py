@@ -1,4 +1,4 @@
-"""Registers Legato's modules under the name of this package."""
+"""Registers Legato's modules under this package's name."""
 
 from legato.compat.lightning.stand_in import register_name
 
