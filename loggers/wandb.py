@@ -16,7 +16,7 @@ STEP = "trainer/global_step"
 
 
 class WandbLogger(Logger):
-    """Writes metrics to a Weights & Biases run, with `trainer/global_step` as the x-axis.
+    """Writes metrics to a Weights & Biases run, with `trainer/global_step` on the x-axis.
 
     When training resumes, the same W&B run continues, and steps that W&B already has are skipped. To log images, tables
     and files, use `experiment`, which is the W&B run.

@@ -1,4 +1,4 @@
-"""Accelerators: classes for device types. Programs written for Lightning pass and query them."""
+"""Accelerators: classes for device types. Programs written for Lightning use and query them."""
 
 from functools import partial
 from inspect import getmembers, isclass

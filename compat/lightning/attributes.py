@@ -124,7 +124,7 @@ class TrainerAttributes(OwnParts, Trainer):
 
     @property
     def received_sigterm(self) -> bool:
-        """Whether the run has received a signal to stop."""
+        """Whether the run has received a stop signal."""
         return self.run is not None and bool(self.run.preemption.signal)
 
     @property

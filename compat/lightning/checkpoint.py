@@ -214,7 +214,7 @@ def write(path: Path, saved: dict[str, Any]) -> None:
 
 
 def write_module(path: Path, module: Any) -> None:
-    """Write a file with the weights of a module that is not part of a run."""
+    """Write a file containing the weights of a module that is not part of a run."""
     write(path, {"state_dict": module.state_dict(), LIGHTNING: FORMAT_VERSION})
 
 

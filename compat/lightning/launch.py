@@ -27,7 +27,7 @@ IN_WORKERS = ("spawn", "fork", "notebook")
 
 
 def starts_script(strategy: Any) -> bool:
-    """Return whether a strategy, given as a name or object, reruns the script instead of starting workers."""
+    """Return whether a strategy, passed as a name or an object, reruns the script instead of starting workers."""
     name = strategy if isinstance(strategy, str) else getattr(strategy, "start_method", "")
     is_script = hasattr(sys.modules["__main__"], "__file__") or "-c" in sys.orig_argv
     return is_script and not hasattr(sys, "ps1") and not any(word in name for word in IN_WORKERS)

@@ -152,7 +152,7 @@ class TrainingEpochLoop(Loop):
 
     @property
     def _batches_that_stepped(self) -> int:  # private in Lightning; many programs read and set it
-        """Number of batches that ended with an optimizer step: the x-axis of logs. Updated after on_train_batch_end."""
+        """Number of batches that ended with an optimizer step: the logs' x-axis. Updated after on_train_batch_end."""
         return self.trainer.state.global_step - self.trainer.step_is_ending + self.trainer.logged_ahead
 
     @_batches_that_stepped.setter

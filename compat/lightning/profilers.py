@@ -35,7 +35,7 @@ class Profiler(ABC):
     """Base class for profilers. `start` is called before each action and `stop` after it; `summary` returns the report.
 
     Args:
-        dirpath: Folder for files. None: the run directory.
+        dirpath: Folder for the profiler's files. None: the run directory.
         filename: Prefix for file names. None: log the report instead of writing a file.
     """
 

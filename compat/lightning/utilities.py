@@ -235,7 +235,7 @@ def get_filesystem(path: str | Path, **kwargs: Any) -> Any:
 
 
 def load_file(path_or_url: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
-    """Load an object saved by `torch.save` from a path, file or URL. weights_only=False may execute arbitrary code."""
+    """Load an object saved by `torch.save` from a path, file or URL. weights_only=False can execute arbitrary code."""
     from .checkpoint import read
 
     if not isinstance(path_or_url, (str, Path)):

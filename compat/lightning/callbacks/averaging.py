@@ -164,7 +164,7 @@ class StochasticWeightAveraging(weight_averaging.WeightAveraging, Callback):
                 self._measure_batch_norms(trainer, task)
 
     def _measure_batch_norms(self, trainer: "Trainer", task: "Task") -> None:
-        """Compute batch norm statistics in one pass over the training data, without logging values."""
+        """Compute batch norm statistics in a single pass over the training data, without logging values."""
         run, steps = trainer.current_run, TrainingSteps(task)
         batches = (item for step in run.training_data.epoch(run.state.epoch) for item in step.batches)
         moved = ((item, item.batch if run.transfer is None else run.transfer(item.batch, 0)) for item in batches)

@@ -148,7 +148,7 @@ class EarlyStopping(early_stopping.EarlyStopping, Callback):
         return False
 
     def _evaluate_stopping_criteria(self, current: Tensor) -> tuple[bool, str | None]:
-        """Return whether a new value of the metric stops the run, and a message with the reason."""
+        """Return whether a new value of the metric stops the run, and a message that gives the reason."""
         name, order, better, reasons = self.monitor, self.order_dict[self.mode], self.monitor_op, EarlyStoppingReason
         end = "Signaling Trainer to stop."
         if self.check_finite and not torch.isfinite(current):

@@ -47,7 +47,7 @@ class LearningRateMonitor(learning_rate_monitor.LearningRateMonitor, Callback):
         self.last_weight_decay_values = {f"{name}-weight_decay": None for name in names}
 
     def on_train_batch_start(self, trainer: "Trainer", *args: Any, **kwargs: Any) -> None:
-        """Log the learning rates before a logging point, with the number of completed steps as the x-axis."""
+        """Log the learning rates before a logging point, with the number of completed steps on the x-axis."""
         step = trainer.state.global_step
         if (step + 1) % trainer.log_every_n_steps == 0 and step != self._logged_step:
             self._logged_step = step
