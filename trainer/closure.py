@@ -77,7 +77,7 @@ class Closure:
 
 
 def run_again(trainer: "Trainer", step: StepInput, batches: Iterable[Any]) -> None:
-    """Rerun the forward and backward passes of a step, opening its batches one at a time."""
+    """Rerun a step's forward and backward passes, opening its batches one at a time."""
     run = trainer.current_run
     run.optimization.weights.begin_step()
     if step.masked:

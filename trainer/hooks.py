@@ -34,7 +34,7 @@ RENAMED = {
     "on_batch_start": "on_train_batch_start",
     "on_batch_end": "on_train_batch_end",
 }
-"""Lightning 1 hooks that Lightning 2 renamed and gave different arguments."""
+"""Lightning 1 hooks that were renamed in Lightning 2 and take different arguments there."""
 
 MISNOMERS = {
     "val_step": "validation_step",

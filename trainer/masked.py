@@ -36,7 +36,7 @@ def stand_in(run: Any, step: StepInput) -> None:
 
 
 def train(run: Any, batches: Sequence[ReplicaBatch], last: bool) -> None:
-    """Run training_step and backward on masked batches. If `last` is true, the last backward pass reduces gradients."""
+    """Run the forward and backward passes for masked batches. If `last` is true, the last one reduces gradients."""
     strategy, inputs = run.strategy, run.optimization.loss_inputs
     for left, item in zip(reversed(range(len(batches))), batches, strict=True):
         reduces = last and left == 0

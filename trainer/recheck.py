@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from .run import Call
 
 MEAN, BUFFER = "the mean gradient of ", "the buffer "
-"""Prefixes of the names of tensors that depend on other ranks. With sharding, each rank has a part of the gradient."""
+"""Prefixes of the names of tensors that depend on other ranks. With sharding, each rank has part of the gradient."""
 BITS = 2**64 - 1
 
 
@@ -39,9 +39,9 @@ class Recheck:
     def __init__(self, trainer: "Trainer", every: int) -> None:
         self.trainer, self.every = trainer, every
         self.step: StepInput | None = None
-        """The current step if it is computed twice."""
+        """The current step if it is being computed twice."""
         self.batches: list[tuple[Any, Any]] = []
-        """Batches of the step before their forward passes, and the generator states at that point."""
+        """The step's batches before their forward passes, and the generator states at that point."""
         self.before: list[tuple[Tensor, Tensor | None]] = []
         """Each parameter and its gradient before the step. The gradient is None unless the task keeps gradients."""
         self.buffers = ReplicaBuffers(None)
@@ -49,7 +49,7 @@ class Recheck:
         self.hooks: dict[Tensor, Any] = {}
         """Hooks on parameters that hash their gradients."""
         self.names: dict[Tensor, str] = {}
-        """Names of parameters, including the gathered ones of FSDP."""
+        """Names of parameters, including FSDP's gathered ones."""
         self.clean_at = 0
         """The latest step whose two passes were bitwise identical."""
 
@@ -92,7 +92,7 @@ class Recheck:
             self.hashes[name] = self.hashes[name] + part if name in self.hashes else part
 
     def stop_watching(self) -> dict[str, Tensor]:
-        """Return the hashes of a pass over the step's batches, and remove the hooks."""
+        """Return the hashes from a pass over the step's batches, and remove the hooks."""
         for hook in self.hooks.values():
             hook.remove()
         hashes, self.hashes, self.hooks = self.hashes, {}, {}
@@ -117,7 +117,7 @@ class Recheck:
         self.clean_at = number + 1
 
     def _end_pass(self, is_settled: bool) -> dict[str, Tensor]:
-        """Return the hashes of a pass, including those of the gradients and buffers at its end."""
+        """Return the hashes from a pass, including those of the gradients and buffers at its end."""
         task = self.trainer.task
         named = task.named_parameters() if is_settled else ()
         left = {MEAN + name: parameter.grad for name, parameter in named if parameter.grad is not None}
@@ -126,7 +126,7 @@ class Recheck:
         return self.stop_watching()
 
     def _repeat(self, step: StepInput) -> None:
-        """Rerun the forward and backward passes of the step's batches, from the state before the first pass."""
+        """Rerun the step's forward and backward passes, starting from the state before the first pass."""
         trainer, run = self.trainer, self.trainer.current_run
         hooks, optimization, states = run.hooks, run.optimization, run.metrics.states
         for parameter, gradient in self.before:

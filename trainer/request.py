@@ -28,7 +28,7 @@ class Request:
     keep_outputs: bool = False
     """Whether to return predictions."""
     verbose: bool = False
-    """Whether to print the metrics of an evaluation."""
+    """Whether to print an evaluation's metrics."""
 
     @classmethod
     def of(cls, stage: str, task: Task, datamodule: DataModule | None, loader: Any = None, **where: Any) -> "Request":

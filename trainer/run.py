@@ -54,19 +54,19 @@ class LoopState:
     open: bool = True
     """Whether the run is in progress."""
     remaining: Literal["steps", "hooks", "nothing"] = "steps"
-    """What remains of a fit: steps, then only its final hooks, then nothing."""
+    """What remains of a fit call: steps, then only its final hooks, then nothing."""
     epoch_skipped: bool = False
     """Whether to skip the rest of the epoch."""
     step: StepInput | None = None
-    """The latest step of this process."""
+    """The latest step on this process."""
     item: ReplicaBatch | None = None
-    """The latest batch of an evaluation in this process."""
+    """The latest evaluation batch in this process."""
     outputs: list[tuple[int, int, int, Any]] = field(default_factory=list)
     """The index of the loader, the batch and the replica, and the output, for each batch predicted so far."""
     validated_after: float = 0.0
-    """Elapsed time of the run in seconds at the end of the latest validation or, before the first one, at the start."""
+    """Elapsed time of the run in seconds when the latest validation run ended or, before the first, at the start."""
     point: tuple[int, dict[str, float]] | None = None
-    """Step and values of the latest logging point."""
+    """The latest logging point's step and values."""
     samples_of_epoch: dict[str, Any] | None = None
     """The fingerprint's `samples` for the current epoch, if different settings assigned its batches."""
     training_modes: list[tuple[nn.Module, bool]] = field(default_factory=list)
@@ -87,9 +87,9 @@ class RunData:
     samples: dict[str, Any] = field(default_factory=dict)
     """The fingerprint's section that describes which samples make up a step."""
     validation_rounds: int | None = None
-    """Number of batches per replica between validations; None if validations run at the end of epochs or by time."""
+    """Number of batches per replica between validations; None if validation runs at the end of epochs or by time."""
     validation_seconds: float | None = None
-    """Seconds between validations; None if validations do not run by time."""
+    """Seconds between validations; None if validation does not run by time."""
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -341,7 +341,7 @@ class Run(Call):
         seed_generators(hook_key(state.seed, hook, state.global_step, state.epoch))
 
     def start_training(self) -> None:
-        """Begin or resume training. If there are no batches, end the fit without calling the training hooks."""
+        """Begin or resume training. If there are no batches, end the fit call without calling the training hooks."""
         self.loop.doing = "train"
         if self.training_data.rounds == 0:
             self.end_fit()

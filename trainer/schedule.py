@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Schedule:
-    """Counts the steps of a fit and decides what to do after each step."""
+    """Counts the steps of a fit call and decides what to do after each step."""
 
     def __init__(self, call: Any, optimization: Optimization) -> None:
         # `call` is a Call; not annotated, as run.py imports this module
@@ -104,7 +104,7 @@ class Schedule:
             self.optimization.step_schedulers("epoch", self.state.epoch + 1, plateau=False)
 
     def after_validation(self, ends_epoch: bool = False) -> None:
-        """Step a step-interval ReduceLROnPlateau once per step, after the validation that follows the step."""
+        """Step a step-interval ReduceLROnPlateau once per step, after the validation run that follows the step."""
         state = self.state
         if not self.optimization.has_plateau_by_steps or state.plateau_step >= state.global_step:
             return

@@ -16,25 +16,25 @@ class State:
     seed: int = 0
     """Seed of the run's random numbers."""
     global_step: int = 0
-    """Number of optimizer steps done."""
+    """Number of optimizer steps completed."""
     epoch: int = 0
     """Index of the current epoch; between epochs, of the next one."""
     epoch_steps: int = 0
-    """Number of optimizer steps done in this epoch: the position from which a resumed run continues."""
+    """Number of optimizer steps completed in this epoch: the position from which a resumed run continues."""
     epoch_rounds: int = 0
     """Number of batches that each replica has trained on in this epoch."""
     rounds: int = 0
     """Number of batches that each replica has trained on in this run."""
     samples_seen: int = 0
-    """Number of training samples so far in this run, over all replicas."""
+    """Number of training samples seen so far in this run, across all replicas."""
     elapsed: float = 0.0
-    """Elapsed time of the run in seconds, including all resumes, as agreed by the ranks."""
+    """Elapsed time of the run in seconds, across all resumes, as agreed by the ranks."""
     epoch_ended: bool = False
     """True after `epoch` ends and before it is counted, so that a checkpoint in between ends it only once."""
     logged_at: int = -1
     """The step of the latest logging point, or -1 if there is none yet."""
     skipped_steps: int = 0
-    """Number of steps whose update was skipped because their gradient was not finite."""
+    """Number of steps whose update was skipped because the gradient was not finite."""
     skipped_in_a_row: int = 0
     """Number of consecutive skipped steps up to the current step."""
     optimizer_steps: int = 0
@@ -42,7 +42,7 @@ class State:
     validated_at: int = -1
     """The step after which the latest complete validation ran, or -1 if there is none yet."""
     scheduled_epochs: int = 0
-    """Number of epochs for which the epoch-interval schedulers that need no metric have stepped."""
+    """Number of epochs for which the epoch-interval schedulers that need no metric have been advanced."""
     plateau_step: int = 0
     """The latest step after which a step-interval ReduceLROnPlateau stepped."""
     weight_scale: float = 0.0

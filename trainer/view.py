@@ -55,7 +55,7 @@ class TrainerView(TrainerArguments):
     logger: "Logger | None"
     loggers: "list[Logger]"
     agreed_metrics: "dict[str, Tensor]"
-    """The latest value of each name, equal on all ranks, so that all ranks make the same decisions."""
+    """The latest value logged under each name, the same on all ranks, so that all ranks make the same decisions."""
     logged_metrics: dict[str, float]
     progress_bar_metrics: dict[str, float]
 

@@ -249,7 +249,7 @@ def _encode_wrapped(value: Any, path: ValuePath, flat: FlatState, is_sharded: bo
 
 
 def _wrapper_class(name: str) -> Any:
-    """Return the wrapper subclass with this name; None if it is not imported or cannot be rebuilt."""
+    """Return the wrapper subclass with this name; None if it has not been imported or cannot be rebuilt."""
     # only classes that the program has already imported: reading a checkpoint imports no modules
     module, _, attribute = name.rpartition(".")
     kind = vars(sys.modules.get(module, object)).get(attribute)

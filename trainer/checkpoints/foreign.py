@@ -1,4 +1,4 @@
-"""Reads other programs' checkpoint files without running code from these files."""
+"""Reads other programs' checkpoint files without running any code in them."""
 
 import re
 import warnings

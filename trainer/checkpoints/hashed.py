@@ -30,7 +30,7 @@ class HashedFile:
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
 
     def write(self, data: memoryview | bytes) -> None:
-        """Append data in blocks. Each block is recorded as progress, so that the signal watch lets the save finish."""
+        """Append data in blocks. Each block is recorded as progress, to show that a slow save is not stuck."""
         view = memoryview(data)
         while view.nbytes:
             count = self._append(view[:_BLOCK])
@@ -72,7 +72,7 @@ class HashedUpload(HashedFile):
         """Upload to an open file.
 
         Args:
-            file: a file opened by fsspec.
+            file: a file opened with fsspec.
         """
         self.sum = FileSum(0, "")
         self._size, self._hash, self._file = 0, hashlib.sha256(), file

@@ -96,7 +96,7 @@ class Manifest(NamedTuple):
     run: str
     """Id of the run that wrote the checkpoint; "" if there is none."""
     prefix: str = ""
-    """Name of the folder with the files; "" if the files are beside the manifest. See object_folder.py."""
+    """Name of the folder with the files; "" if the files are next to the manifest. See object_folder.py."""
 
     def split(self) -> "tuple[Manifest, Manifest]":
         """Return the manifest without the bases, and a manifest of the bases under their names in the base folder."""

@@ -93,7 +93,7 @@ class ObjectFolder:
         return content
 
     def fetch(self, name: str, content: manifest.Manifest, files: Collection[str]) -> Path:
-        """Download and verify the files that are not local yet. Return their local folder."""
+        """Download and verify the files that are not available locally yet. Return their local folder."""
         if self._downloads is None:
             self._downloads = Path(tempfile.mkdtemp(prefix="legato-"))
             # delete the downloads together with this object, or at exit
@@ -262,7 +262,7 @@ def is_object(place: Address) -> bool:
 
 
 def download(place: Address, folder: Path) -> Path:
-    """Download an object to a folder. Return the path of the file."""
+    """Download an object into a folder. Return the file's path."""
     _reading(place, retried, place, connect(place).get_file, place, str(folder / place.name))
     return folder / place.name
 

@@ -22,7 +22,7 @@ _END = object()
 
 
 class CombinedLoader(Iterable[tuple[Any, int, int]]):
-    """Several loaders in a dict, list, tuple or any nesting of these. Each batch has the same structure.
+    """Multiple loaders in a dict, list, tuple or any nesting of these. Each batch has the same structure.
 
     In `fit`, each loader has its own sample order, resume position and random numbers. The number of samples in a
     combined batch is the sum across all loaders.

@@ -282,7 +282,7 @@ class EvaluationData:
         return draws or not have_same(source.source.positions(0), self.ranks)
 
     def _compare(self, index: int, stream: StreamData, epoch: int) -> None:
-        """Treat a stream's data as a share if processes read different first batches. All ranks must call this."""
+        """Treat a stream's data as a share if the processes' first batches differ. All ranks must call this."""
         if index in self.certain_shares:
             return
         if are_shares(stream.read_samples(epoch), self.ranks, self.dealing.process):

@@ -47,7 +47,7 @@ class StepInput:
 
     batches: list[ReplicaBatch]
     samples: int
-    """Number of samples in the step over all replicas. If it is 0, all are left out, and nothing is computed."""
+    """Number of samples in the step across all replicas. If it is 0, all are left out, and nothing is computed."""
     rounds: int
     """Number of batches per replica in the step."""
     is_full: bool = True
@@ -87,7 +87,7 @@ class Dealing:
 
     @property
     def leaders(self) -> list[range]:
-        """Blocks of other processes' replicas that may have the most batches in a step; empty without lockstep."""
+        """Blocks of other processes' replicas that may have the most batches in a step; empty unless in `lockstep`."""
         # process 0 has the longest block of replicas, but with samples left out, not always the most batches
         processes = range(self.layout.processes if self.left_out else 1) if self.lockstep else ()
         return [self.layout.owned(process) for process in processes if process != self.process]

@@ -187,7 +187,7 @@ class Metrics:
         self.pending.append((series, value, weight, self.replica, self.step))
 
     def log_dict(self, values: Mapping[str, Any], batch_size: BatchSize, options: Options) -> None:
-        """Log several values, in half the time that separate calls to `log` take."""
+        """Log several values in half the time that separate calls to `log` would take."""
         # Checked once for all values: in rarer cases no series is looked up here, and each value goes through `log`.
         is_plain = self.in_step and not (self.muted or self.suffix or options[6])
         open_series = self.series if is_plain and self.series is not None else {}
@@ -311,7 +311,7 @@ class Metrics:
         self.dropped = self.step
 
     def check_losses(self) -> None:
-        """Raise NonFiniteError, which reports the step, if a loss is not finite. All ranks must call this."""
+        """Raise a NonFiniteError that reports the step if a loss is not finite. All ranks must call this."""
         first = self._first_bad_loss()
         if self.processes > 1:
             first = self.collectives.all_reduce(torch.tensor([first], dtype=torch.float64), "min").item()

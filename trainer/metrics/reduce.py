@@ -136,7 +136,7 @@ def extreme(kind: str, values: Sequence[float]) -> float:
 
 
 def total(kind: str, sums: dict[int, list[float]]) -> float:
-    """Reduce sums over replicas, in replica order."""
+    """Reduce sums across replicas, in replica order."""
     entries = [sums[replica] for replica in sorted(sums)]  # a fixed order: float addition is not associative
     values = [value for value, _ in entries]
     if kind in AVERAGED:
@@ -213,7 +213,7 @@ class Exchange:
 
     @property
     def descriptions(self) -> list[Description]:
-        """The descriptions of all series, in the order of their numbers."""
+        """The descriptions of all series, ordered by series number."""
         return list(self.numbers)
 
     def gather(

@@ -1,4 +1,4 @@
-"""DriftGuard: detects differences between the weights of ranks that must have equal weights."""
+"""DriftGuard: detects differences between the weights of ranks that must have identical weights."""
 
 import time
 from collections import Counter
@@ -16,7 +16,7 @@ PAUSE_PER_SECOND = 250
 
 
 class DriftGuard:
-    """Bitwise comparison of all parameters between ranks that must have equal weights (`Strategy.weight_ranks`).
+    """Bitwise comparison of all parameters between ranks that must have identical weights (`Strategy.weight_ranks`).
 
     Buffers are not compared, because batch norm's running statistics differ between ranks within an epoch, and only
     rank 0's buffers are used.

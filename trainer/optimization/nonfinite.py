@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class SkipGuard:
     """Guard that skips the update of a step whose gradients are not finite.
 
-    Reduced gradients are equal on all ranks, so all ranks skip the same steps without a collective. When a step is
+    Reduced gradients are identical on all ranks, so all ranks skip the same steps without a collective. When a step is
     skipped, its changes to buffers, torchmetrics states and logged values are reverted, but the step still counts.
     """
 

@@ -29,7 +29,7 @@ def is_trained(module: nn.Module) -> bool:
 
 
 def _frozen(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the outermost modules with only frozen parameters."""
+    """Yield the outermost modules whose parameters are all frozen."""
     for child in module.children():
         if is_trained(child):
             yield from _frozen(child)

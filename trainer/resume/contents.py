@@ -157,7 +157,7 @@ class CallbackStates:
 
 
 class PublishedMetrics:
-    """Saves and loads the values in `trainer.agreed_metrics`, which are equal on all ranks."""
+    """Saves and loads the values in `trainer.agreed_metrics`, which are the same on all ranks."""
 
     def __init__(self, trainer: "Trainer") -> None:
         self.trainer = trainer

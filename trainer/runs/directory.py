@@ -35,7 +35,7 @@ from .record import EPOCHS, STARTS
 from .run_file import FAILED, RUNNING, STARTING, identity_of, read, require_readable
 
 ROOT = "runs"
-"""Default folder of runs, as in `run.root`."""
+"""Default folder for runs, as in `run.root`."""
 AT_START = {
     *(CONFIG, RUN_FILE, POINTS_FILE, CHECKPOINTS, STARTS, EPOCHS, "config_given.yaml", "environment.json"),
     *("metrics.csv", "hparams.yaml"),
@@ -143,7 +143,7 @@ class RunDirectory:
 
     @property
     def is_empty(self) -> bool:
-        """True if the run has no steps, checkpoints or logged values, only the files that every launch writes."""
+        """True if the run has no steps, checkpoints or logged values, but only the files that every launch writes."""
         if self.step or self.checkpoints or self.last_point:
             return False
         try:

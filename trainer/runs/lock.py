@@ -129,7 +129,7 @@ def refusal(folder: object, holder: dict[str, Any]) -> str:
 
 
 def describe(holder: dict[str, Any]) -> str:
-    """Return a description of a lock's holder for messages."""
+    """Return a description of a lock's holder for use in messages."""
     if not holder:
         return "another run"
     stage, since = holder.get("stage"), holder.get("since")

@@ -20,9 +20,9 @@ from ..checkpoints.stores import connect, retried
 from .lock import END_WAIT, LOCK, RELEASE_WAIT, is_alive, log_wait, refusal, this_process
 
 LEASE, BEAT = 60.0, 20.0
-"""Seconds without a change after which a holder is considered dead, and seconds between two changes."""
+"""Seconds without a change after which a holder is considered dead, and seconds between changes."""
 SETTLE, POLL = 3.0, 1.0
-"""Seconds within which two simultaneous writers see each other, and seconds between two reads of a lock."""
+"""Seconds within which two simultaneous writers see each other, and seconds between reads of a lock."""
 EXCLUSIVE = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "memory"}
 """Stores that support exclusive creation of objects. In other stores, a run might replace another run's new lock."""
 

@@ -55,7 +55,7 @@ def versions_to_resume(root: Location, name: str) -> list[Path]:
 
 
 def create(root: Location, name: str, identity: str, stage: str) -> Path:
-    """Create the directory of a new run and return its path. Raises ConfigError if it is not writable."""
+    """Create a new run's directory and return its path. Raises ConfigError if it is not writable."""
     if isinstance(root, Address):
         number, record = _next_number(root, name), json.dumps(run_file.new_run(identity, stage)).encode()
         while (directory := remote.make(root / name / f"version_{number}", record)) is None:

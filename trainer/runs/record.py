@@ -245,7 +245,7 @@ def _difference(root: Path, index: Path, objects: Path, base: str, deadline: flo
 def _git(
     folder: Path, deadline: float, *words: str, variables: Mapping[str, str] = MappingProxyType({})
 ) -> bytes | None:
-    """Return git's output; None if git is not installed, fails, or exceeds the deadline."""
+    """Return git's output; None if git is not installed, fails, or exceeds the time limit."""
     # no optional locks: the user may run a git command at the same time, which must not find the index locked
     options = ("--no-optional-locks", "-c", "core.fsmonitor=false", "-c", "core.quotePath=false")
     command = ["env", *(f"{name}={value}" for name, value in variables.items()), "git", *options, *words]

@@ -31,7 +31,7 @@ from .record import EPOCHS, GIVEN_CONFIG, RECORD, STARTS
 log = logging.getLogger("legato")
 
 EVERY = 60.0
-"""Seconds between two uploads of changed files."""
+"""Seconds between uploads of changed files."""
 AT_ONCE = 8
 """Number of files downloaded in parallel."""
 READ = {RUN_FILE, POINTS_FILE, CONFIG, GIVEN_CONFIG, RECORD, EPOCHS, LOCK}
@@ -98,7 +98,7 @@ class Mirror:
     def __init__(self, folder: Path) -> None:
         self.folder, self.address = folder, location_of(folder)
         self._problem = ""
-        """Error of the last upload; "" if it succeeded."""
+        """Error from the last upload; "" if it succeeded."""
         self._same: dict[str, tuple[int, int]] = {}
         """Maps each file that is identical in the store to its local size and modification time."""
         self._lock = threading.Lock()
