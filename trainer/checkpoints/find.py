@@ -66,7 +66,7 @@ def checkpoints_in(root: Location) -> list[Location]:
 
 
 def best_checkpoints(root: Location, run: str) -> list[Location]:
-    """Return the checkpoints of a run that have a score and are still in the folder, best first."""
+    """Return a run's checkpoints that have a score and are still in the folder, best first."""
     folder = folder_at(root)
     index = folder.read_index()
     # the index is not updated when somebody deletes a checkpoint

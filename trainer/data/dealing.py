@@ -110,7 +110,7 @@ class DealtData:
         return chain([first], batches)
 
     def _piece(self, batch: Any, name: str) -> Any:
-        """Return the piece of a batch that comes from one loader."""
+        """Return one loader's piece of a batch."""
         combined = self.loader if isinstance(self.source, CombinedSource) else None
         return batch if combined is None else combined.pieces(batch)[combined.names.index(name)]
 

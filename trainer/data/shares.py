@@ -194,7 +194,7 @@ def reads_share(loader: Any, ranks: Ranks) -> bool:
 
 
 def _distributed_samplers(loader: Any) -> "list[DistributedSampler[Any]]":
-    """Return the DistributedSamplers of a loader, except any that Legato replaces with its own order."""
+    """Return a loader's DistributedSamplers, except any that Legato replaces with its own order."""
     batches: Any = getattr(loader, "batch_sampler", None)
     if is_dealable(loader) and type(batches) is BatchSampler and type(batches.sampler) is DistributedSampler:  # type: ignore[comparison-overlap]
         return []

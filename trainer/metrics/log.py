@@ -591,7 +591,7 @@ class Metrics:
         self.states.load(state["states"])
 
     def load_sums(self, series: Series, saved: dict[str, Any], owned: set[int]) -> None:
-        """Restore the sums of a series for this process's replicas."""
+        """Restore a series' sums for this process's replicas."""
         series.sums = {int(replica): sums for replica, *sums in saved["sums"] if replica in owned}
         if series.kind == ONCE and saved["sums"]:
             series.sums = {self.first_replica: saved["sums"][0][1:]}

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def contents(trainer: "Trainer", weights_only: bool) -> dict[str, Any]:
-    """Return the contents of a checkpoint of the current state. All ranks must call this."""
+    """Return the contents for a checkpoint of the current state. All ranks must call this."""
     run = trainer.current_run
     saved: dict[str, Any] = {
         "state_dict": trainer.strategy.state_dicts.model(run.task),

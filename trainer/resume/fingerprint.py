@@ -90,7 +90,7 @@ def section_of(fingerprint: Mapping[str, Any] | None, section: str) -> dict[str,
 
 # --- computing --------------------------------------------------------------------------------------------------------
 def fingerprint_of(trainer: TrainerArguments, optimization: "Optimization") -> dict[str, Any]:
-    """Return the fingerprint of a run before its optimizers are loaded, without `samples.*` and `numerics.*`."""
+    """Return a run's fingerprint before its optimizers are loaded, without `samples.*` and `numerics.*`."""
     limit = trainer.gradient_clip_val or None  # 0 turns clipping off, as None does
     fingerprint: dict[str, Any] = {
         "training.reproducible": trainer.reproducible,

@@ -86,7 +86,7 @@ class Saver:
                     folder_at(checkpoints).sweep()
 
     def remember_run_dir(self, folder: Path | None) -> None:
-        """Remember the identity of the run directory, to detect later whether another folder has taken its name."""
+        """Remember the run directory's identity, to detect later whether another folder has taken its name."""
         self._run_dir = None if folder is None else folder.stat()
 
     def hold_for_all(self, folder: Location, patient: bool = False) -> None:
@@ -297,11 +297,11 @@ class Saver:
         return {path.name: find.checkpoint_step(path) for path in paths}
 
     def read_index(self, folder: Location) -> CheckpointIndex | None:
-        """Return the index of a checkpoint folder; None if it is missing or was written by another program."""
+        """Return a checkpoint folder's index; None if it is missing or was written by another program."""
         return folder_at(folder).read_index()
 
     def write_index(self, folder: Location, index: CheckpointIndex) -> None:
-        """Write the index of a checkpoint folder. Does nothing on ranks other than 0."""
+        """Write a checkpoint folder's index. Does nothing on ranks other than 0."""
         if not self.trainer.is_global_zero:
             return
         # do not fail here on a single rank: the next save will fail for the same reason on all ranks

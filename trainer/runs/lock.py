@@ -98,7 +98,7 @@ def holder_of(folder: Path) -> dict[str, Any]:
 
 
 def belongs_to_training(folder: Path) -> bool:
-    """Return whether a training run holds the lock of a folder, or died while holding it."""
+    """Return whether a training run holds a folder's lock, or died while holding it."""
     return bool(holder_of(folder).get("stage") == "fit")
 
 

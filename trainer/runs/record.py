@@ -104,7 +104,7 @@ def hash_of(file: str) -> str | None:
 
 
 def start_config(directory: Path, number: int) -> Path:
-    """Return the path of the file that stores a launch's config."""
+    """Return the path to the file that stores a launch's config."""
     return directory / STARTS / f"{number}.yaml"
 
 
@@ -154,7 +154,7 @@ def last_replicas(directory: Path) -> int | None:
 
 
 def read_starts(directory: Path) -> list[dict[str, Any]]:
-    """Return the records of a run's launches, newest last; [] if there is no readable record."""
+    """Return the records of a run's launches, newest last; [] if there are no readable records."""
     try:
         return list(parse_small(directory / RECORD)["starts"])
     except (KeyError, TypeError):

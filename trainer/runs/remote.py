@@ -93,7 +93,7 @@ class RemoteLock(RunLock):
 
 
 class Mirror:
-    """Copies the files of a run directory between its local folder and its store."""
+    """Copies a run directory's files between its local folder and its store."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.address = folder, location_of(folder)
@@ -157,7 +157,7 @@ class Mirror:
 
 
 def lock_of(folder: Location, stage: str) -> "RunLock | ObjectLock":
-    """Return the lock of a folder that a run writes to: a run directory or a folder of checkpoints."""
+    """Return the lock for a folder that a run writes to: a run directory or a folder of checkpoints."""
     if isinstance(folder, Address):
         return ObjectLock(folder, stage)
     return RunLock(folder, stage) if isinstance(location_of(folder), Path) else RemoteLock(folder, stage)
