@@ -56,17 +56,17 @@ class TrainerArguments:
 
     Args:
         max_epochs: Stop after this many epochs. -1: no limit. Default: 1000, unless max_steps or max_time is set.
-        min_epochs: Minimum number of epochs. The run never stops early before completing them.
+        min_epochs: Minimum number of epochs. The run cannot stop early until it has completed them.
         max_steps: Stop after this many optimizer steps. -1: no limit.
-        min_steps: Minimum number of optimizer steps. The run never stops early before completing them.
+        min_steps: Minimum number of optimizer steps. The run cannot stop early until it has completed them.
         max_time: Stop after this duration: "DD:HH:MM:SS", a timedelta, or a mapping such as {"hours": 12}.
         fast_dev_run: Quick test: run this many batches of each stage (True: 1), without checkpoints or logs.
         strategy: How replicas are placed on devices: "auto", a name such as "ddp" or "fsdp", or a mapping with `name`
             and options.
-        accelerator: "cpu", "cuda" (or "gpu"), "mps", "xpu" or another torch device type; "auto" selects the
-            available one. "cuda:1" selects a single device.
-        devices: Number of devices on this machine, or a list of their indices. "auto": all devices of an accelerator,
-            or one process on CPU. If you repeat an index, several processes share that device.
+        accelerator: "cpu", "cuda" (or "gpu"), "mps", "xpu" or another torch device type; "auto" selects whichever is
+            available. "cuda:1" selects a single device.
+        devices: Number of devices on this machine, or a list of their indices. "auto": all of an accelerator's devices,
+            or one process on CPU. If you repeat an index, multiple processes share that device.
         num_nodes: Number of machines.
         replicas: Number of logical data-parallel workers, which stays the same throughout the run. None: one per
             data-parallel process at the start of the run.
@@ -94,14 +94,14 @@ class TrainerArguments:
             key `blocks` lists the module classes to compile.
         sync_batchnorm: Compute batch norm statistics over the batches of all replicas. Requires one process per
             replica.
-        limit_train_batches: Training batches per replica per epoch: a number (int) or a fraction (float).
-        limit_val_batches: Validation batches, counted over all replicas: a number (int) or a fraction (float).
-        limit_test_batches: Test batches, counted over all replicas: a number (int) or a fraction (float).
-        limit_predict_batches: Prediction batches, counted over all replicas: a number (int) or a fraction (float).
+        limit_train_batches: Number (int) or fraction (float) of training batches per replica per epoch.
+        limit_val_batches: Number (int) or fraction (float) of validation batches, counted over all replicas.
+        limit_test_batches: Number (int) or fraction (float) of test batches, counted over all replicas.
+        limit_predict_batches: Number (int) or fraction (float) of prediction batches, counted over all replicas.
         overfit_batches: Train and validate on only this many batches (int: number, float: fraction), with the training
             batches in a fixed order. 0: off.
         use_distributed_sampler: True: shard training data across replicas, except for loaders that already yield a
-            different share in each process. False: your loaders shard the data. "even": shard, and repeat the first
+            different shard in each process. False: your loaders shard the data. "even": shard, and repeat the first
             samples of an epoch until all replicas have the same number of samples, which is required if a step gathers
             data.
         loader: Options that override the settings of each DataLoader that Legato shards by sample: num_workers,
@@ -125,12 +125,12 @@ class TrainerArguments:
         logger: Logger or list of loggers. True: TensorBoard and metrics.jsonl in the run directory; False or None: no
             logger.
         save_code: Store the git commit and uncommitted changes in the run directory. In a config, set `run.save_code`.
-        log_every_n_steps: Optimizer steps between logging points. Values are read from the device only at logging
-            points. A run's last step is also a logging point.
+        log_every_n_steps: Number of optimizer steps between logging points. Values are read from the device only at
+            logging points. The last step of a run is always a logging point.
         callbacks: Callbacks for the run.
         enable_checkpointing: Add a Checkpoint callback if you pass none.
-        checkpoint_format: Format of checkpoints, an instance of a CheckpointFormat subclass. None: Legato's
-            directories.
+        checkpoint_format: Checkpoint format, an instance of a CheckpointFormat subclass. None: Legato's directory
+            format.
         enable_progress_bar: Add a ProgressBar callback if you pass none.
         enable_model_summary: Add a ModelSummary callback if you pass none.
         cluster: "auto": join the processes that torchrun, SLURM or MPI started; "off": ignore their environment
@@ -279,7 +279,7 @@ def documented_arguments(docstring: str | None) -> dict[str, str]:
 
 
 def problems(arguments: Mapping[str, Any]) -> list[Problem]:
-    """Return the mistakes in the Trainer's arguments, with keys ("trainer", name). Mappings with `_target_` pass."""
+    """Return the mistakes in Trainer arguments, with keys ("trainer", name). Mappings with `_target_` are accepted."""
     mistakes: list[Problem] = []
     for name, value in arguments.items():
         if name in ARGUMENT_NAMES:

@@ -38,7 +38,7 @@ class CheckpointIndex:
     checkpoints: dict[str, Entry] = field(default_factory=dict)
 
     def best(self, save_top_k: int | None = None) -> list[str]:
-        """Return the names of the `save_top_k` best checkpoints, best first. In a tie, the earlier one comes first.
+        """Return the names of the `save_top_k` best checkpoints, best first. Ties favor the earlier one.
 
         If `save_top_k` is -1, return all checkpoints. If it is None, return all checkpoints that have a value.
         """

@@ -7,9 +7,9 @@
     |-- CheckpointError   (ValueError)       a checkpoint is missing, damaged or from a different model
     |-- NonFiniteError    (ArithmeticError)  a loss or gradient is NaN or infinite
     |-- CorruptionError   (ArithmeticError)  recomputing a step produced different bits
-    |-- DisagreementError (RuntimeError)     the ranks of a run disagree about what to do next, or their weights differ
+    |-- DisagreementError (RuntimeError)     a run's ranks disagree about what to do next, or their weights differ
     |-- HangError         (RuntimeError)     the run made no progress; the message shows each rank's position
-    `-- WorkerError       (RuntimeError)     a process of the run failed; contains the process's rank and traceback
+    `-- WorkerError       (RuntimeError)     one of the run's processes failed; contains its rank and traceback
 
 Each message says what was expected, what was found and what to do about it. For a common mistake, it ends with the
 incorrect line of code and the corrected one (see `correction`).
@@ -29,39 +29,39 @@ class LegatoError(Exception):
 
 
 class ConfigError(LegatoError, ValueError):
-    """Raised if a setting, file or argument is wrong."""
+    """Raised when a setting, file or argument is wrong."""
 
 
 class TaskError(LegatoError, TypeError):
-    """Raised if the task, one of its hooks or the result of a step is wrong."""
+    """Raised when the task, one of its hooks or the result of a step is wrong."""
 
 
 class DataError(LegatoError, ValueError):
-    """Raised if a loader or sampler is not compatible with the run."""
+    """Raised when a loader or sampler is not compatible with the run."""
 
 
 class CheckpointError(LegatoError, ValueError):
-    """Raised if a checkpoint is missing, damaged or from a different model."""
+    """Raised when a checkpoint is missing, damaged or from a different model."""
 
 
 class NonFiniteError(LegatoError, ArithmeticError):
-    """Raised if a loss or gradient is NaN or infinite."""
+    """Raised when a loss or gradient is NaN or infinite."""
 
 
 class CorruptionError(LegatoError, ArithmeticError):
-    """Raised if recomputing a step produces different bits (`recheck_every`)."""
+    """Raised when recomputing a step produces different bits (`recheck_every`)."""
 
 
 class DisagreementError(LegatoError, RuntimeError):
-    """Raised if the ranks of a run disagree about what to do next, or if their weights differ."""
+    """Raised when a run's ranks disagree about what to do next, or when their weights differ."""
 
 
 class HangError(LegatoError, RuntimeError):
-    """Raised if a run makes no progress for `hang_timeout` seconds. The message shows each rank's position."""
+    """Raised when a run makes no progress for `hang_timeout` seconds. The message shows each rank's position."""
 
 
 class WorkerError(LegatoError, RuntimeError):
-    """Raised if a process of the run fails. The message contains the process's rank and ends with its traceback."""
+    """Raised when one of the run's processes fails. The message contains its rank and ends with its traceback."""
 
     def __init__(self, message: str, rank: int | None = None) -> None:
         super().__init__(message)

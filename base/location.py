@@ -78,7 +78,7 @@ def to_absolute(place: "str | os.PathLike[str]") -> Location:
 
 
 def place_problem(place: str, writes: bool = True) -> str | None:
-    """Return why a run cannot read from a location (or write to it if `writes` is true); None if it can."""
+    """Return the reason a run cannot read from a location (or write to it if `writes` is true); None if it can."""
     scheme, mark, rest = place.partition("://")
     if not mark or scheme in ("file", "local"):
         if not mark and (match := ADDRESS.match(place)) is not None:

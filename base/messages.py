@@ -83,7 +83,7 @@ LEVELS = {"--quiet": logging.WARNING, "--verbose": logging.DEBUG}
 
 @contextmanager
 def shown_from(option: str | None) -> Iterator[None]:
-    """Within this context and in workers started there, use the log level of a command-line option (see LEVELS)."""
+    """Within this context and in workers started in it, use the log level of a command-line option (see LEVELS)."""
     log = logging.getLogger("legato")
     before = log.level
     try:

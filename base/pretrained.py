@@ -43,8 +43,8 @@ def require_models(task: Any) -> dict[str, Any]:
 def save_pretrained(task: Any, folder: Path, shard_size: str | None = None) -> list[Path]:
     """Save the models of a task to `folder` and return the folders written.
 
-    If the task has several models, each is saved to its own subfolder. Tokenizers and processors that are attributes of
-    the task are saved alongside each model. An existing folder is replaced once the new folder is complete.
+    If the task has multiple models, each is saved to its own subfolder. Tokenizers and processors that are attributes
+    of the task are saved alongside each model. An existing folder is replaced once the new folder is complete.
 
     Args:
         shard_size: Maximum size of a weights file, such as "5GB". None: the library's default.

@@ -52,7 +52,7 @@ def not_writable(folder: Path, reason: object) -> ConfigError:
 
 
 def name_problem(name: str) -> str | None:
-    """Return why a run's name is not a valid folder name below the root; None if it is valid."""
+    """Return the reason a run name is not valid as a folder name below the root; None if it is valid."""
     parts = Path(name).parts
     # a name may contain slashes, which create nested folders below the root
     if not parts or Path(name).is_absolute() or ".." in parts or not name.isprintable():
@@ -82,7 +82,7 @@ def address_problem(path: object) -> str | None:
 
 
 def path_problem(path: str) -> str | None:
-    """Return why no common file system accepts a path; None if the path is valid."""
+    """Return the reason no common file system accepts a path; None if the path is valid."""
     if (problem := address_problem(path)) is not None:
         return problem
     if "\0" in path:
@@ -94,9 +94,9 @@ def path_problem(path: str) -> str | None:
 
 
 def is_run_directory(folder: Path, name: str) -> bool:
-    """Return whether a folder is the directory of a run with this name.
+    """Return whether a folder is a run directory of the run `name`.
 
-    This is true of NAME/version_N, and of any folder with checkpoints, since it may be a copy of a run directory.
+    This is true of NAME/version_N, and of any folder with checkpoints, since that may be a copy of a run directory.
     """
     parts = Path(name).parts
     if parts and VERSION.fullmatch(folder.name) is not None and folder.parts[-len(parts) - 1 : -1] == parts:

@@ -65,7 +65,7 @@ def require_samples(batch: Any, items: int | None = None) -> int:
     Scalar tensors are ignored. If there are no tensors, return the length of the first list of numbers or strings.
 
     Args:
-        items: Number of items that the loader collated. It is used if the tensors' sizes differ.
+        items: Number of items that the loader collated, used if the tensors' sizes differ.
 
     Raises DataError if the sizes differ and `items` does not resolve the difference.
     """

@@ -103,7 +103,7 @@ def is_view(tensor: Tensor) -> bool:
 
 
 def version_of(tensor: Tensor) -> int:
-    """Return how many times a tensor was modified in place; 0 for an inference tensor, which has no version counter."""
+    """Return how often a tensor has been modified in place; 0 for an inference tensor, which has no version counter."""
     return 0 if tensor.is_inference() else tensor._version
 
 

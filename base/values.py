@@ -265,7 +265,7 @@ def describe(value: Any) -> str:
 
 
 def _mismatch(key: Key, members: tuple[Any, ...], value: Any) -> Problem:
-    """Return the problem of a value that has none of the expected types, if possible with a correction."""
+    """Return the problem with a value that has none of the expected types, with a correction if possible."""
     message = f"must be {_either(members)}, not {describe(value)}."
     bare = [typing.get_args(kind)[0] if typing.get_origin(kind) is typing.Annotated else kind for kind in members]
     kinds = {typing.get_origin(kind) or kind for kind in bare}

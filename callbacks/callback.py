@@ -25,7 +25,7 @@ which saves, runs last. A test checks this diagram against the code.
     |   |   |   on_after_batch_transfer            T   or the data module's
     |   |   |   on_train_batch_start             C T
     |   |   |   training_step                      T
-    |   |   |   on_before_zero_grad              C T   for the step's first batch; with several replicas, earlier
+    |   |   |   on_before_zero_grad              C T   for the step's first batch; with multiple replicas, earlier
     |   |   |   optimizer_zero_grad                T   likewise
     |   |   |   on_before_backward               C T
     |   |   |   backward                           T
@@ -36,7 +36,7 @@ which saves, runs last. A test checks this diagram against the code.
     |   |   optimizer_step                         T
     |   |   lr_scheduler_step                      T   schedulers with interval "step"
     |   |   lr_scheduler_step                      T   schedulers with interval "epoch", after the epoch's last step
-    |   |   on_step_end                          C T   on every process, even without a batch in the step
+    |   |   on_step_end                          C T   on every process, even without a batch for the step
     |   |   on_train_batch_end                   C T   for the step's last batch, after the weight update
     |   |   +-- validation, when it is due: after this step, or at the end of the epoch
     |   |   |   on_validation_model_eval         C T
@@ -124,7 +124,7 @@ class Callback:
     def on_train_batch_start(self, trainer: "Trainer", task: "Task", batch: Any, batch_idx: int) -> None:
         """Called for each batch of a local replica, once it is on the device. Return -1 to skip the rest of the epoch.
 
-        All processes must return the same value, so do not return -1 in a step where some process may have no batch.
+        All processes must return the same value, so do not return -1 in a step for which a process may have no batch.
         """
 
     def on_train_batch_end(
@@ -137,7 +137,7 @@ class Callback:
         """
 
     def on_step_end(self, trainer: "Trainer", task: "Task") -> None:
-        """Called on every process at the end of each step, even if the process has no batch in the step."""
+        """Called on every process at the end of each step, even if the process has no batch for the step."""
 
     def on_before_backward(self, trainer: "Trainer", task: "Task", loss: "torch.Tensor") -> None:
         """Called before each backward pass."""

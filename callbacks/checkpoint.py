@@ -1,4 +1,4 @@
-"""Checkpoint: saves the run periodically and keeps the best and newest checkpoints."""
+"""Checkpoint: saves checkpoints periodically and keeps the best and newest ones."""
 
 import itertools
 import logging
@@ -68,7 +68,7 @@ class Checkpoint(CheckpointCallback):
         monitor: Metric to rank checkpoints by, a name in `trainer.callback_metrics`. The callback ignores
             non-finite values and values from an earlier step (an earlier validation, or the previous epoch's mean).
         mode: "min" if smaller values are better, "max" if larger values are better.
-        save_top_k: Number of best checkpoints to keep or, without `monitor`, of the newest ones. -1 keeps all.
+        save_top_k: Number of best (or, without `monitor`, newest) checkpoints to keep. -1 keeps all.
         save_last: Also keep the newest checkpoint.
         every_n_train_steps: Save every n optimizer steps; 0 disables this interval. You can combine it with
             `every_n_epochs` and `train_time_interval`.
@@ -147,7 +147,7 @@ class Checkpoint(CheckpointCallback):
 
     @property
     def scores(self) -> dict[str, float | None]:
-        """Monitored values by checkpoint name, oldest first; None for a checkpoint without a valid value."""
+        """Monitored values, keyed by checkpoint name, oldest first; None for a checkpoint without a valid value."""
         return {name: entry.score for name, entry in self.index.checkpoints.items()}
 
     @property
@@ -157,7 +157,7 @@ class Checkpoint(CheckpointCallback):
 
     @property
     def best_model_path(self) -> str:
-        """Path of the checkpoint with the best monitored value or, without `monitor`, of the newest one, or ""."""
+        """Path of the checkpoint with the best monitored value (without `monitor`, the newest); "" if there is none."""
         return self.path(next(iter(self.index.best(self.save_top_k)), None))
 
     @property
@@ -167,7 +167,7 @@ class Checkpoint(CheckpointCallback):
 
     @property
     def best_k_models(self) -> "dict[str, torch.Tensor]":
-        """Monitored values of the best checkpoints by path, best first."""
+        """Monitored values of the best checkpoints, keyed by path, best first."""
         from torch import tensor
 
         scored = ((name, self.scores[name]) for name in self.index.best(self.save_top_k))
@@ -175,11 +175,11 @@ class Checkpoint(CheckpointCallback):
 
     @property
     def kth_best_model_path(self) -> str:
-        """Path of the worst of the `save_top_k` best checkpoints, or ""."""
+        """Path of the worst of the `save_top_k` best checkpoints; "" if there is none."""
         return next(reversed(self.best_k_models), "")
 
     def path(self, name: str | None) -> str:
-        """Return the path of the checkpoint `name`, or ""."""
+        """Return the path of the checkpoint `name`; "" if `name` is None."""
         return "" if name is None or self.dirpath is None else str(self.dirpath / name)
 
     @property

@@ -51,7 +51,7 @@ class ExportPretrained(Callback):
         self._ended = False
 
     def teardown(self, trainer: "Trainer", task: "Task", stage: str) -> None:
-        """Write the model on rank 0, whose task now has the full weights under every strategy."""
+        """Write the model on rank 0, where the task now has the full weights with any strategy."""
         if self._ended and stage == "fit" and trainer.is_global_zero and trainer.run_dir is not None:
             for folder in save_pretrained(task, trainer.run_dir / "pretrained", self.shard_size):
                 log.info("Saved the trained model to %s. Load it with from_pretrained.", folder)

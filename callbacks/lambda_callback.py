@@ -11,7 +11,7 @@ class LambdaCallback(callback.Callback):
     """Uses functions as hooks: `LambdaCallback(on_train_end=lambda trainer, task: print("done"))`."""
 
     def __init__(self, **hooks: Callable[..., Any] | None) -> None:
-        """Set hooks by name. A function takes the arguments of its hook. Raises ConfigError for unknown names."""
+        """Set hooks by name. Each function takes its hook's arguments. Raises ConfigError for unknown names."""
         names = [name for name in vars(callback.Callback) if name.startswith("on_") or name in ("setup", "teardown")]
         for name, hook in hooks.items():
             if name not in names:

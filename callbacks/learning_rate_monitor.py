@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 class LearningRateMonitor(Callback):
     """Logs learning rates under the same names as in Lightning, such as `lr-AdamW`.
 
-    With several parameter groups, the names are `lr-AdamW/pg1` and so on; a second SGD optimizer is `lr-SGD-1`. A
+    With multiple parameter groups, the names are `lr-AdamW/pg1` and so on; a second SGD optimizer is `lr-SGD-1`. A
     scheduler's `name` replaces `lr-AdamW`, and a parameter group's `name` replaces `pg1`. The value logged at a step is
     the learning rate used for that step's update.
 

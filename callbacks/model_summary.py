@@ -59,7 +59,7 @@ def summarize(task: "nn.Module", max_depth: int = 1) -> str:
 
 
 def _count_parameters(module: "nn.Module") -> tuple[int, int, int]:
-    """Return (parameters, trainable parameters, uninitialized tensors) of a module."""
+    """Return the counts (parameters, trainable parameters, uninitialized tensors) for a module."""
     tensors = list(module.parameters())
     initialized = [tensor for tensor in tensors if not _is_lazy(tensor)]
     trainable = sum(tensor.numel() for tensor in initialized if tensor.requires_grad)

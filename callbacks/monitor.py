@@ -63,7 +63,7 @@ class Monitor:
         return None if value is None or stale else float(value)
 
     def is_from_training(self, trainer: "Trainer") -> bool:
-        """Return whether the metric was logged in training rather than validation."""
+        """Return whether the metric was logged during training rather than validation."""
         return not self.from_validation and self.name in trainer.agreed_metrics
 
     def is_missing(self, trainer: "Trainer") -> bool:
@@ -74,7 +74,7 @@ class Monitor:
         return self._validated or not sum(trainer.num_val_batches)
 
     def lacks_validation(self, trainer: "Trainer") -> str | None:
-        """Return why the run will end before validation logs a value, or None if it will log one in time.
+        """Return the reason the run will end before validation logs a value, or None if it will log one in time.
 
         Call this method before the first step.
         """

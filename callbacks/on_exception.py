@@ -1,4 +1,4 @@
-"""OnExceptionCheckpoint: saves the run when an exception ends it."""
+"""OnExceptionCheckpoint: saves a checkpoint when an exception ends the run."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING

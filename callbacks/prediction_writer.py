@@ -42,7 +42,7 @@ class PredictionWriter(Callback):
         batch_idx: int,
         dataloader_idx: int,
     ) -> None:
-        """Write the prediction of a batch.
+        """Write a batch's prediction.
 
         Args:
             prediction: Return value of `predict_step`.
@@ -56,7 +56,7 @@ class PredictionWriter(Callback):
         """Write the predictions of all batches of this process.
 
         Args:
-            predictions: One prediction per batch; with several loaders, one list per loader.
+            predictions: One prediction per batch; with multiple loaders, one list per loader.
             batch_indices: One list per loader (even for a single loader) with the dataset indices of each batch.
         """
         raise NotImplementedError(f"{type(self).__name__} must define write_on_epoch_end for this write_interval.")

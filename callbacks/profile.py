@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Profile(Callback):
-    """Records selected optimizer steps of a fit as traces for Perfetto or TensorBoard's profiler plugin.
+    """Records selected optimizer steps during fit as traces for Perfetto or TensorBoard's profiler plugin.
 
     Each process writes `rank-N.*.pt.trace.json`. `wait`, `warmup`, `active` and `repeat` are the arguments of
     torch.profiler.schedule.
@@ -60,7 +60,7 @@ class Profile(Callback):
         self._profiler.start()
 
     def on_step_end(self, trainer: "Trainer", task: "Task") -> None:
-        """Count a step, even if this process has no batch in it."""
+        """Count a step, even if this process has no batch for it."""
         if self._profiler is not None:
             self._profiler.step()
 

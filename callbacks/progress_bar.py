@@ -334,7 +334,7 @@ def columns() -> int:
 
 
 def in_notebook() -> bool:
-    """Return whether this process runs the cells of a notebook."""
+    """Return whether this process is running a notebook's cells."""
     # a notebook's kernel has already imported IPython
     shell = sys.modules.get("IPython")
     kernel = None if shell is None else shell.get_ipython()

@@ -15,7 +15,7 @@ log = logging.getLogger("legato")
 
 
 class Timer(Callback):
-    """Ends the run when its training time, including time before a resume, reaches `duration`.
+    """Ends the run when its training time, including time before it was resumed, reaches `duration`.
 
     Args:
         duration: "DD:HH:MM:SS", a timedelta, or a mapping such as {"hours": 2}. None: no limit.

@@ -23,7 +23,7 @@ class WeightAveraging(Callback):
     Args:
         use_buffers: Average floating-point buffers in addition to parameters.
 
-    Raises ConfigError if the strategy's processes do not hold all weights (pipeline, ddp_rpc).
+    Raises ConfigError if the strategy's processes do not each hold all weights (pipeline, ddp_rpc).
     """
 
     def __init__(self, use_buffers: bool = False) -> None:
@@ -180,7 +180,7 @@ class WeightAveraging(Callback):
                 weights[name] = self.averages[name].to(weights[name].dtype)
 
     def on_load_checkpoint(self, trainer: "Trainer", task: "Task", checkpoint: dict[str, Any]) -> None:
-        """Load the averages if an evaluation loads the checkpoint."""
+        """Load the averages when an evaluation loads the checkpoint."""
         state = checkpoint.get("callbacks", {}).get(self.state_key)
         if trainer.stage != "fit":
             self.load_state_dict(state or {"updates": 0, "averages": {}})
@@ -213,7 +213,7 @@ class ExponentialMovingAverage(WeightAveraging):
         start_step: First optimizer step that may update the averages, counted from 1.
         use_buffers: Average floating-point buffers in addition to parameters.
 
-    Raises ConfigError if a value is out of range, or if the strategy's processes do not hold all weights.
+    Raises ConfigError if a value is out of range, or if the strategy's processes do not each hold all weights.
     """
 
     def __init__(

@@ -69,7 +69,7 @@ WARM_STEPS = 6
 
 @dataclass
 class Report:
-    """Findings of a check. The check passes if there are no problems."""
+    """The findings of a check. The check passes if there are no problems."""
 
     problems: list[str] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
@@ -150,7 +150,7 @@ def run_check(options: Namespace) -> None:
 
 
 def check_config(config: "Config") -> Report:
-    """Run the trials of a config and return a report of the problems."""
+    """Run a config's trials and return a report of the problems."""
     original, report = build_config(config), Report()
     # on the disk that holds the runs, since the check should also detect problems with that disk
     with temporary_folder(original, report) as folder:
@@ -269,7 +269,7 @@ def trial_of(config: "Config", original: "ConfiguredRun", name: str, folder: Pat
 
 
 def has_stage(run: "ConfiguredRun", stage: str) -> bool:
-    """Return whether the task defines the step of a stage, and the task or data module defines the stage's loader."""
+    """Return whether the task defines a stage's step, and the task or data module defines the stage's loader."""
     loader = f"{stage}_dataloader"
     # a stage needs both
     of_data = run.data is not None and overrides(run.data, DataModule, loader)
@@ -358,7 +358,7 @@ def check_disk_space(run: "ConfiguredRun", report: Report) -> None:
 
 
 def count_kept(callback: Checkpoint, total_steps: int | None, steps_per_epoch: int | None) -> int | None:
-    """Return the maximum number of checkpoints on disk, including one in progress.
+    """Return the maximum number of checkpoints on disk, including one that is being written.
 
     Returns None if all checkpoints are kept and the number of saves is unknown.
     """

@@ -66,7 +66,7 @@ def path_of(word: str) -> Location:
 
 
 def export_weights(source: Location, target: Path) -> int:
-    """Write a checkpoint's weights to a new safetensors file under the task's names. Return the number of tensors.
+    """Write a checkpoint's weights to a new safetensors file using the task's parameter names. Return the tensor count.
 
     Args:
         source: A checkpoint, or a run directory or other folder whose newest complete checkpoint is used.
@@ -107,7 +107,7 @@ def _inner_tensors(name: str, value: Any) -> dict[str, Any]:
 
 
 def export_model(source: Location, partial: Path, words: Sequence[str]) -> None:
-    """Write the model of a checkpoint to `partial`, whose suffix selects ONNX or torch.export.
+    """Write a checkpoint's model to `partial`, whose suffix selects ONNX or torch.export.
 
     Args:
         words: Files and overrides for the config that specifies the task. If there is no file, the config of the

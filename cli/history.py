@@ -1,4 +1,4 @@
-"""ConfigHistory: a run of `legato fit`, with the config of each step. A replay builds its objects from that config."""
+"""ConfigHistory: a run of `legato fit`, with the config for each step. A replay builds its objects from that config."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,7 +26,7 @@ class ConfigHistory(StudiedRun):
     """A run of `legato fit`. Each step uses the config in effect at that step, because resuming may change the config.
 
     Args:
-        overrides: Overrides applied to the config of every step.
+        overrides: Overrides applied to every step's config.
     """
 
     def __init__(self, directory: Path, overrides: Sequence[str] = ()) -> None:
@@ -45,7 +45,7 @@ class ConfigHistory(StudiedRun):
         return self._configs[number]
 
     def make_unstarted(self, step: int) -> UnstartedRun:
-        """Return the run with the config of a step, without starting processes."""
+        """Return the run with the config for a step, without starting any processes."""
         return UnstartedRun(self.config_of(step))
 
     def make(self, first: int, last: int, processes: int = 1) -> partial[list[Any]]:
@@ -71,7 +71,7 @@ class ConfigHistory(StudiedRun):
         return partial(_make, config.changed(trainer, loggers=None, launcher=None))
 
     def _deciding(self, step: int) -> dict[str, Any]:
-        """Return the values of a step's config that affect the result, excluding locations and process counts."""
+        """Return the values in a step's config that affect the result, excluding locations and process counts."""
         values = self.config_of(step).values
         names = () if values["trainer"]["sync_batchnorm"] else REPLACED
         trainer = {name: value for name, value in values["trainer"].items() if name not in names}

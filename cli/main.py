@@ -82,7 +82,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(prog=f"legato {name}", formatter_class=shape, allow_abbrev=False, **options)
 
     def parse(self, words: Sequence[str]) -> argparse.Namespace:
-        """Parse arguments, which may be in any order. Raises ConfigError for a mistake."""
+        """Parse arguments, which may be in any order. Raises ConfigError if there is a mistake."""
         # intermixed: options may come before, between and after the files and overrides of a config
         options, unknown = self.parse_known_intermixed_args(words)
         if unknown:

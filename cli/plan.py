@@ -40,7 +40,7 @@ UNITS = {"GB": 10**9, "GiB": 2**30, "MB": 10**6, "MiB": 2**20, "TB": 10**12}
 
 
 def run_plan(options: Namespace) -> None:
-    """Print the plan of a config. Raises DataError if an epoch has no steps."""
+    """Print the plan for a config. Raises DataError if an epoch has no steps."""
     memory = None if options.memory is None else parse_memory(options.memory)
     plan = Plan(load_config(options.words))
     print("\n".join(f"{name:<16}{value}" for name, value in plan.rows(memory)))
@@ -132,13 +132,13 @@ def parse_memory(text: str) -> int:
 
 # --- activations ------------------------------------------------------------------------------------------------------
 def measure_activations(task: "Task", batch: Any, recomputed: Sequence[str], precision: Precision) -> int:
-    """Return the number of bytes that autograd saves in a training_step, plus the size of the batch.
+    """Return the number of bytes that autograd saves during a training_step, plus the size of the batch.
 
     The weights and the batch are fake tensors, which have shapes and dtypes but use no memory.
 
     Args:
         task: A task on the meta device. Its weights become fake tensors.
-        batch: A batch with the shapes of the run's batches.
+        batch: A batch with the same shapes as the run's batches.
         recomputed: Classes of blocks that only save their inputs, since the backward pass recomputes the other tensors.
 
     Raises ConfigError if training_step needs the values of tensors or a running trainer.
@@ -185,7 +185,7 @@ def measure_activations(task: "Task", batch: Any, recomputed: Sequence[str], pre
 class Plan:
     """Process count, step count and sizes for the run that a config describes.
 
-    Raises ConfigError for an impossible layout.
+    Raises ConfigError for an invalid process layout.
     """
 
     def __init__(self, config: Any) -> None:
@@ -208,7 +208,7 @@ class Plan:
 
     @property
     def total_steps(self) -> int | None:
-        """Optimizer steps of the run, or None if the number is unknown or unlimited."""
+        """Number of optimizer steps in the run, or None if it is unknown or unlimited."""
         limits = [] if self.values["max_steps"] == -1 else [self.values["max_steps"]]
         epochs = self.values["max_epochs"]
         if epochs is None and not limits and self.values["max_time"] is None:

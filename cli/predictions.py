@@ -15,8 +15,8 @@ def write_predictions(predictions: Sequence[Any], folder: Path) -> Path:
     """Write the results of all batches in order, as safetensors if they are tensors, otherwise as JSON Lines.
 
     Args:
-        predictions: One result per batch, written as "predictions". With several loaders, a list of results per loader,
-            written as "predictions.0", "predictions.1" and so on.
+        predictions: One result per batch, written as "predictions". With multiple loaders, a list of results per
+            loader, written as "predictions.0", "predictions.1" and so on.
 
     Returns the path of the file. Raises TaskError if a result contains anything other than JSON values and tensors.
     """

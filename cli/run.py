@@ -34,7 +34,7 @@ def run_config(options: Namespace) -> None:
 
 
 def run_fit(options: Namespace) -> None:
-    """Train the task of a config, then print the result."""
+    """Train a config's task, then print the result."""
     section = trainer_section({})
 
     def begin(values: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""`legato sweep`: runs a config with many values, each trial as a separate `legato fit`, and ranks the results."""
+"""`legato sweep`: runs a config with different values, each trial as a separate `legato fit`, and ranks the results."""
 
 import csv
 import ctypes
@@ -45,7 +45,7 @@ DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of Linux's prctl
 # --- values -----------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Axis:
-    """The values of a key: a list, or an interval of numbers. If both bounds are integers, so are the numbers."""
+    """The values for a key: a list, or an interval of numbers. If both bounds are integers, so are the numbers."""
 
     key: str
     texts: tuple[str, ...]
@@ -159,7 +159,7 @@ def guided_values(
 # --- trials -----------------------------------------------------------------------------------------------------------
 @dataclass
 class Trial:
-    """A trial of a sweep, with a folder that contains its log and run directory."""
+    """A trial in a sweep, with a folder that contains its log and run directory."""
 
     folder: Path
     values: Values
@@ -173,7 +173,7 @@ class Trial:
     """Environment variable NAME=VALUE that assigns devices to the process, or "" to assign none."""
 
     def read(self, metric: str, mode: str) -> str:
-        """Read the result from the run directory, and return the state of the run, or "" if it has not started."""
+        """Read the result from the run directory, and return the run's state, or "" if it has not started."""
         runs = find_runs(self.folder) if self.folder.is_dir() else []
         if not runs:
             return ""

@@ -27,7 +27,7 @@ AUTOMATIC = ("auto", -1, "-1")
 
 
 def processes_of(config: "Config") -> "tuple[int, StateParts]":
-    """Return the number of processes in a config's run, and how they share its state. No processes are started."""
+    """Return how many processes a config's run uses and how they share its state, without starting any."""
     trainer = config.values["trainer"]
     # only the arguments that determine the processes: others may need devices that this machine lacks
     shape = build_arguments(config, {name: trainer[name] for name in ("num_nodes", "strategy", "replicas")})
@@ -43,11 +43,11 @@ def _count_devices(trainer: Mapping[str, Any]) -> int:
 
 
 class UnstartedRun:
-    """The objects of a config, each built on first access.
+    """A config's objects, each built on first access.
 
     The task is on the meta device, so it can be any size. The data module is the same as in a real run.
 
-    Raises ConfigError if the process layout is impossible.
+    Raises ConfigError for an invalid process layout.
     """
 
     def __init__(self, config: "Config") -> None:
@@ -107,7 +107,7 @@ class UnstartedRun:
         return self.task.make_optimizers()[0]
 
     def attach(self, trainer: Trainer, task: "Task", rounds: int) -> Trainer:
-        """Set the run's process counts and epoch length in the trainer, and attach the task to the trainer."""
+        """Set the run's process counts and epoch length on the trainer, and attach the task to the trainer."""
         local = self.processes // self.nodes
         # tasks read world_size and the number of steps to set learning rates
         trainer.strategy.place = Place(world_size=self.processes, local_world_size=local, nodes=self.nodes)

@@ -10,7 +10,7 @@ from .replay import outside_of_runs
 
 
 def run_verify(options: Namespace) -> None:
-    """Run `legato verify`. Raises LegatoError if the run differs."""
+    """Run `legato verify`. Raises LegatoError if the recomputed results differ from the run's."""
     values, overrides = read_words(options.words, ("seed", "devices"), ("segments",))
     segments = values.get("segments", "5")
     if segments != "all" and not (segments.isdecimal() and int(segments)):

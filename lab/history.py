@@ -1,4 +1,4 @@
-"""RunHistory: reads the launches, checkpoints and logged points in a run directory, without loading tensors."""
+"""RunHistory: reads the launches, checkpoints and logged points from a run directory, without loading tensors."""
 
 import logging
 from abc import abstractmethod
@@ -25,7 +25,7 @@ log = logging.getLogger("legato")
 
 @dataclass(frozen=True)
 class CheckpointRecord:
-    """Metadata, but not the tensors, of a checkpoint that a run can resume from."""
+    """The metadata, but not the tensors, of a checkpoint that a run can resume from."""
 
     path: Location
     state: State
@@ -49,7 +49,7 @@ class CheckpointRecord:
 
 
 class RunHistory:
-    """History of a run, read from its directory. Step N, counted from 1, increases `global_step` from N - 1 to N."""
+    """History of a run, read from its directory. Step N, counted from 1, increments `global_step` from N - 1 to N."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 class Microscope(MonitoringCallback):
     """Logs norms and activation statistics of each module every n-th step.
 
-    * `weights/NAME`, `gradients/NAME` and `updates/NAME`: norms of the module's own parameters (without those of
-      submodules), their gradients after clipping, and their changes in the step.
+    * `weights/NAME`, `gradients/NAME` and `updates/NAME`: norms of the module's own parameters (excluding those of
+      submodules), their gradients after clipping, and their changes during the step.
     * `activations/NAME.mean`, `.std`, `.largest` (by absolute value) and `.kurtosis`: statistics of the output of each
       module without submodules, over all batches of the step.
 
@@ -49,11 +49,11 @@ class Microscope(MonitoringCallback):
         refuse_parts(self, trainer, stage)
 
     def on_train_start(self, trainer: "Trainer", task: "Task") -> None:
-        """Attach hooks if the first step is to be observed."""
+        """Attach hooks if the first step should be observed."""
         self._attach_if_due(trainer, task)
 
     def on_step_end(self, trainer: "Trainer", task: "Task") -> None:
-        """Log the step if it was observed, and attach hooks if the next step is to be observed."""
+        """Log the step if it was observed, and attach hooks if the next step should be observed."""
         if self._before or self._handles:
             self._log(trainer, task)
         self._detach()
@@ -129,7 +129,7 @@ class Microscope(MonitoringCallback):
 
 
 def refuse_parts(callback: Callback, trainer: "Trainer", stage: str) -> None:
-    """Raise ConfigError if each process of a training run has only some of the modules."""
+    """Raise ConfigError if each of a training run's processes has only some of the modules."""
     if stage == "fit" and not trainer.strategy.has_all_weights:
         raise ConfigError(
             f"{type(callback).__name__} needs all modules in each process, but with strategy={trainer.strategy.name}, "
@@ -139,7 +139,7 @@ def refuse_parts(callback: Callback, trainer: "Trainer", stage: str) -> None:
 
 
 def total_norm(tensors: "list[Any]") -> "Tensor":
-    """Return the norm over all values of several tensors. For sharded tensors, this is a collective over all shards."""
+    """Return the total norm of multiple tensors. For sharded tensors, this is a collective over all shards."""
     import torch
 
     # torch can combine norms only of tensors on the same mesh; sparse gradients contribute their values

@@ -1,4 +1,4 @@
-"""ScriptHistory: a run started by a script. Legato reruns the script up to fit to recreate the task and data."""
+"""ScriptHistory: a run started by a script. Legato reruns it up to the fit call to recreate the task and data."""
 
 import json
 import logging

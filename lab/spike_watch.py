@@ -36,22 +36,21 @@ class SpikeWatch(Callback):
     A value is a spike if it is not finite or exceeds median + factor * spread over the last `window` steps. The spread
     is the median absolute deviation, scaled to match the standard deviation of a normal distribution. Spikes are
     excluded from the median and the spread. Until there are ten previous steps (or `window` steps, if fewer), only
-    non-finite values are spikes. Steps that are skipped by nan="skip" or by the loss scaler of 16-mixed are not
-    checked.
+    non-finite values are spikes. Steps skipped by nan="skip" or by the loss scaler of 16-mixed are not checked.
 
     With "warn", the values are read only when the run reads from the device anyway, and warnings are issued at the next
     logging point. With "skip", the values are read in every step, and the update is skipped if the step is a spike.
     Weights and optimizer states are then left unchanged, but the effects of the forward pass (batch norm statistics,
-    logged values) remain. Each spike is recorded as a line of `spikes.jsonl` in the run directory. To find the sample
+    logged values) remain. Each spike is recorded as a line in `spikes.jsonl` in the run directory. To find the sample
     that caused the spike, use `legato samples RUN step=N --blame`. To exclude that sample, use
     `trainer.leave_out_samples`.
 
     Args:
         factor: A value is a spike if it is more than this many spreads above the median.
-        window: Number of previous steps for the median and the spread.
+        window: Number of previous steps used to compute the median and the spread.
         then: "warn" or "skip".
-        most_in_a_row: Maximum number of consecutive finite spikes. Further high values are treated as a new level: they
-            are included in the median and only cause warnings.
+        most_in_a_row: Maximum number of consecutive finite spikes. Subsequent high values are treated as a new level:
+            they are included in the median and only cause warnings.
     """
 
     def __init__(
@@ -110,7 +109,7 @@ class SpikeWatch(Callback):
             raise ConfigError(f"SpikeWatch(then={self.then!r}) needs 1 optimizer with 1 update per step, got {came}.")
 
     def on_processes_changed(self, trainer: "Trainer", task: "Task") -> None:
-        """Discard the losses from a step that is repeated after processes change in an elastic run."""
+        """Discard the losses of a step that an elastic run repeats because its processes changed."""
         self._step = 0
 
     def on_before_backward(self, trainer: "Trainer", task: "Task", loss: "Tensor") -> None:

@@ -52,7 +52,7 @@ class StragglerMonitor(Callback):
 
     # --- the run ----------------------------------------------------------------------------------------------------
     def on_train_start(self, trainer: "Trainer", task: "Task") -> None:
-        """Register measurements for the ranks to exchange at each agreement. Raises ConfigError in an elastic run."""
+        """Register measurements for the ranks to exchange whenever they agree. Raises ConfigError in an elastic run."""
         if trainer.world_size == 1:
             return
         if trainer.strategy.elastic:
@@ -123,13 +123,13 @@ class StragglerMonitor(Callback):
         self._last, self._ready = parameter, self._clock.stamp()
 
     def _own_work(self) -> float:
-        """Return how many seconds this rank worked per step since the last agreement, or 0 if there were no steps."""
+        """Return the seconds this rank has worked per step since the ranks last agreed, or 0 if there were no steps."""
         spans, self._spans = self._spans, []
         times = [seconds for begin, end in spans if (seconds := self._clock.seconds(begin, end)) is not None]
         return sum(times) / len(times) if times else 0.0
 
     def _compare(self, seconds_of: list[float], rank: int) -> None:
-        """Compare the ranks' own work in seconds. The next step excludes the wait for this exchange."""
+        """Compare the ranks' own work in seconds. The wait for this exchange is not counted in the next step."""
         self._began = None
         if min(seconds_of) <= 0.0:  # some rank had no step
             return

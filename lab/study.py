@@ -1,4 +1,4 @@
-"""Tools to study a run in Python. The run may have been started from a config or by a script.
+"""Tools for studying a run in Python. The run may have been started from a config or by a script.
 
 run = legato.runs.open("digits")         # or a path, here and below
 legato.lab.samples(run, 21)              # one record per batch
@@ -42,7 +42,7 @@ def samples(run: AnyRun, step: int) -> list[dict[str, Any]]:
 
 
 def replay(run: AnyRun, step: int, until: int | None = None, *, make: Make | None = None) -> Replayed:
-    """Recompute steps of a run on one process, without changing the run.
+    """Recompute steps of a run in a single process, without changing the run.
 
     The replay starts from the newest checkpoint before `step`, without loggers or callbacks that write files, and stops
     after `until`. It compares its logged values with the run's metrics.jsonl and prints the result.
@@ -51,11 +51,11 @@ def replay(run: AnyRun, step: int, until: int | None = None, *, make: Make | Non
         run: A run from `legato.runs`, its path or its name.
         step: First step, counted from 1.
         until: Last step. Default: `step`.
-        make: Function that creates the trainer, task and data as the notebook did. Only needed for a run that was
-            started in a notebook. Must return `(trainer, task, loader)`, optionally followed by a validation loader and
-            a data module. The trainer needs only `devices=1`, even if the run used more devices.
+        make: Function that creates the trainer, task and data as the notebook did. Only needed for a run started in a
+            notebook. Must return `(trainer, task, loader)`, optionally followed by a validation loader and a data
+            module. The trainer needs only `devices=1`, even if the run used more devices.
 
-    Returns the replay. The replay's `steps()` returns the loss, gradient norms by module and learning rates of each
+    Returns the replay. The replay's `steps()` returns the loss, gradient norms by module and learning rates for each
     step.
 
     Raises ConfigError if `make` does not return a new trainer and at least a task, and LegatoError if the replay does
@@ -124,7 +124,7 @@ def made_new(make: Make) -> Sequence[Any]:
 
 
 def path_of(run: AnyRun) -> Path:
-    """Return the directory of a run. Raises ConfigError if there is no such run."""
+    """Return a run's directory. Raises ConfigError if there is no such run."""
     if isinstance(run, StudiedRun):
         return run.directory
     return run.path if isinstance(run, RunDirectory) else find_run(run).path

@@ -50,9 +50,9 @@ class SameData(Callback):
 
 
 class StepReport(MonitoringCallback):
-    """Writes the loss, gradient norms by module and learning rates of steps `first` to `last`.
+    """Writes the loss, gradient norms by module and learning rates for steps `first` to `last`.
 
-    Gradients cover the complete step, before clipping. The loss is the mean over the step's batches.
+    Gradient norms are for the complete step, before clipping. The loss is the mean over the step's batches.
     """
 
     def __init__(self, first: int, last: int) -> None:

@@ -161,8 +161,8 @@ def load_config(words: Sequence[str], before_imports: Callable[[Mapping[str, Any
     """Read files and overrides in command-line order, and check them.
 
     Args:
-        before_imports: Function to call with the values after keys are checked and before classes are imported. The
-            imports may be slow.
+        before_imports: Function to call with the values after keys are checked and before classes are imported.
+            Importing may be slow.
 
     Raises ConfigError with a list of up to five mistakes: in keys or, if all keys are correct, in values.
     """
@@ -391,7 +391,7 @@ class KeyChecker:
         return fitted, mistakes
 
     def _nearest_key(self, name: Any) -> str:
-        """Return the dotted key that an unknown top-level key probably means; "" if there is none."""
+        """Return the dotted key that an unknown top-level key was probably meant to be; "" if there is none."""
         if name in (*TRAINER.parameters, *MOVED):
             return dotted(MOVED[name]) if name in MOVED else f"trainer.{name}"
         for section in ("task", "data"):
@@ -498,7 +498,7 @@ def _left_for_later(value: Any, key: Key, base: Any) -> Fitted:
 
 
 def _unknown_argument(key: Key, owner: str, names: Iterable[str], near: str = "") -> Problem:
-    """Return the problem of an unknown argument, with an alternative, the nearest name or a list of names."""
+    """Return the problem with an unknown argument, suggesting an alternative, the nearest name or a list of names."""
     name, names = str(key[-1]), list(names)
     texts = {**ALTERNATIVES.get(key[:-1], {}), **(FOREIGN if name.startswith(("_", "<")) else {})}
     if name in texts:

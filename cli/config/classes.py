@@ -83,7 +83,7 @@ _Bound = ast.ClassDef | ast.FunctionDef | str | None
 
 
 def _bindings(body: Sequence[ast.stmt], module: str, is_package: bool) -> dict[str, _Bound]:
-    """Map each name in a module to its class, its function, its imported dotted path or None."""
+    """Map each name in a module to its class, function or imported dotted path, or to None."""
     names: dict[str, _Bound] = {}
     for node in body:
         if isinstance(node, ast.ClassDef | ast.FunctionDef):

@@ -112,7 +112,7 @@ class KubernetesLauncher(Launcher):
         ]
 
     def _job(self, name: str, machines: Machines, command: str) -> dict[str, Any]:
-        """Return the spec of a Job that replaces pods if they exit with code 75 or lose their node."""
+        """Return the spec of a Job that replaces pods when they exit with code 75 or lose their node."""
         rules = [
             {"action": "Ignore", "onExitCodes": {"operator": "In", "values": [RESUME_ME]}},
             {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
@@ -128,7 +128,7 @@ class KubernetesLauncher(Launcher):
         }
 
     def _pod(self, name: str, machines: Machines, command: str) -> dict[str, Any]:
-        """Return the spec of a pod that runs the command, which starts the node's processes."""
+        """Return the spec of a pod. The command it runs starts the node's processes."""
         index = {"fieldRef": {"fieldPath": "metadata.annotations['batch.kubernetes.io/job-completion-index']"}}
         place: list[dict[str, Any]] = [
             {"name": "NODE_RANK", "valueFrom": index},

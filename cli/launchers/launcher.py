@@ -40,7 +40,7 @@ class Launcher:
         raise NotImplementedError
 
     def call_tool(self, *words: str, text: str = "") -> str:
-        """Run a cluster's tool with `text` as input and return its output. Raises WorkerError if the tool fails."""
+        """Run a cluster tool with `text` as input and return its output. Raises WorkerError if the tool fails."""
         try:
             done = subprocess.run(words, input=text, capture_output=True, text=True, check=False)
         except OSError as error:

@@ -137,7 +137,7 @@ class RayLauncher(Launcher):
 
 
 def _wait(nodes: list[Any], running: dict[Any, int], signals: list[int]) -> int:
-    """Wait for all nodes and return the exit code of the run. If a node fails, stop the others."""
+    """Wait for all nodes and return the run's exit code. If a node fails, stop the others."""
     import ray
     from ray.exceptions import RayActorError
 
@@ -174,7 +174,7 @@ def _send_to_nodes(nodes: list[Any], number: int) -> None:
 
 
 class RayNode:
-    """Actor on a node. Its subprocess is a Legato command that starts the node's processes."""
+    """Actor on a node. It runs a Legato command that starts the node's processes."""
 
     def __init__(self, python: str, folder: str) -> None:
         self.python, self.folder = python, folder

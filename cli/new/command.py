@@ -34,7 +34,7 @@ def run_new(options: Namespace) -> None:
 
 
 def write_project(folder: Path) -> list[Path]:
-    """Write a project to `folder` and name the package after it. Return the files written, relative to `folder`.
+    """Write a project to `folder`, with a package of the same name. Return the files written, relative to `folder`.
 
     Raises ConfigError if the name is invalid, or if `folder` exists and is not empty.
     """

@@ -96,7 +96,7 @@ def confirmed(question: str) -> bool:
 
 
 def delete_locked(deletion: Deletion) -> bool:
-    """Delete a run or checkpoint while holding the run's lock, so that it cannot resume. Return whether it was deleted.
+    """Delete a run or checkpoint while holding the run's lock, so the run cannot resume. Return whether it was deleted.
 
     If it was not deleted, print the reason.
     """

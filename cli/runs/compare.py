@@ -33,7 +33,7 @@ def states(runs: Sequence[RunDirectory]) -> str:
 
 
 def configs(runs: Sequence[RunDirectory]) -> str:
-    """Return the keys whose values differ, with the value of each run."""
+    """Return the keys whose values differ, with each run's value."""
     texts = [config_of(run) for run in runs]
     if not any(texts):
         return "config: none stored, since a script started the runs."

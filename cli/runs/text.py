@@ -49,7 +49,7 @@ def evaluated_values(evaluation: "RunDirectory") -> str:
 
 
 def metric_names(names: Iterable[str]) -> list[str]:
-    """Return the names of the metrics, without x-axes such as the step. Metrics of Legato's callbacks come last."""
+    """Return the metric names, excluding x-axes such as the step. Metrics from Legato's callbacks come last."""
     shown = (name for name in names if name not in ("step", "time", "epoch"))
     return sorted(shown, key=lambda name: name.startswith(("lr-", "throughput/", "device/")))
 
