@@ -73,7 +73,7 @@ class TrainerArguments:
         precision: 32, 64, "bf16-mixed", "16-mixed", "bf16-true" or "16-true".
         seed: Seed for the sample order and all random number generators.
         reproducible: Guarantee that holds for any number of processes: "order" (same samples and random numbers in each
-            step), "bitwise" (bitwise identical results) or "off" (nothing).
+            step), "bitwise" (bitwise identical results) or "off" (no guarantee).
         threads: Intra-op threads per process. This affects the low-order bits of results. None: torch's default, or 1
             under "bitwise".
         deterministic: Use only deterministic kernels. If an operation has none, True raises an error and "warn" issues

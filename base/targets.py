@@ -23,7 +23,7 @@ POSITIONAL = "_args_"
 
 
 def misspelt_word(name: object) -> str:
-    """Return the special key, such as `_target_`, of which `name` is a misspelling; "" if there is none."""
+    """Return the special key (such as `_target_`) that `name` misspells; "" if there is none."""
     words = (TARGET, PARTIAL, POSITIONAL)
     # only names that begin with an underscore: a key such as `target` may be an argument
     likely = isinstance(name, str) and name.startswith("_") and name not in words

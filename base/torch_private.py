@@ -76,7 +76,7 @@ def forward_of_ddp(ddp: Any, *arguments: Any) -> Any:
 def reduction_check(module: Any) -> Callable[[], object]:
     """Return a function that raises RuntimeError if a DDP parameter received no gradient in the last backward pass.
 
-    torch itself raises this error only in the next step.
+    torch itself doesn't raise this error until the next step.
     """
     # the function of the C++ reducer that DDP's method calls
     check: Callable[[], object] = module.reducer._check_reducer_finalized
@@ -183,7 +183,7 @@ def copy_modules(module: nn.Module, tensors: dict[int, Tensor]) -> Any:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Return whether `module.compile()` was called."""
+    """Return whether `module.compile()` has been called."""
     return module._compiled_call_impl is not None
 
 

@@ -132,7 +132,7 @@ class Callback:
     ) -> None:
         """Called after each batch. For the last batch of a step, this is after the weight update.
 
-        In the last step of an epoch, a process without a batch does not call this hook. For work that every process
+        In the last step of an epoch, this hook is not called on a process without a batch. For work that every process
         must do, such as averaging weights, use `on_step_end` or a MonitoringCallback.
         """
 

@@ -62,7 +62,7 @@ class Checkpoint(CheckpointCallback):
 
     It keeps the `save_top_k` best checkpoints according to `monitor` and, with `save_last`, the newest one. By default,
     it saves once per epoch: after validation if validation logs the monitored metric, otherwise at the end of the
-    training epoch. It deletes only checkpoints that this run wrote, and only after their replacement is complete.
+    training epoch. It deletes only checkpoints that this run wrote, and only after their replacements are complete.
 
     Args:
         monitor: Metric to rank checkpoints by, a name in `trainer.callback_metrics`. The callback ignores

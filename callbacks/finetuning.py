@@ -185,14 +185,14 @@ class BackboneFinetuning(BaseFinetuning):
     """Freezes `task.backbone`, then unfreezes it with its own learning rate, which increases every epoch.
 
     Args:
-        unfreeze_backbone_at_epoch: First epoch in which the backbone is trained, counting from 0.
+        unfreeze_backbone_at_epoch: First epoch in which the backbone is trained, counted from 0.
         lambda_func: Function of the epoch (counted from 1) that returns the factor for the backbone's learning rate.
         backbone_initial_ratio_lr: Initial learning rate of the backbone as a fraction of the first group's.
         backbone_initial_lr: Initial learning rate of the backbone; overrides `backbone_initial_ratio_lr`.
         should_align: Never let the backbone's learning rate exceed the first group's.
         train_bn: Also train the backbone's batch norms.
         verbose: Log the learning rates.
-        rounding: Decimal places of logged learning rates.
+        rounding: Number of decimal places in logged learning rates.
 
     Raises ConfigError if the task has no `backbone` module.
     """

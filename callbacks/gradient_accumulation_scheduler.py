@@ -16,8 +16,8 @@ class GradientAccumulationScheduler(Callback):
     `trainer.estimated_stepping_batches` uses the current epoch's value for all later epochs.
 
     Args:
-        scheduling: Batches per step by epoch (counted from 0): `{0: 8, 4: 4}` accumulates 8 batches in epochs 0 to 3
-            and 4 from epoch 4 onward. Before the first key, each step uses one batch.
+        scheduling: Number of batches per step, keyed by epoch (counted from 0): `{0: 8, 4: 4}` accumulates 8 batches in
+            epochs 0 to 3 and 4 from epoch 4 onward. Before the first key, each step uses one batch.
 
     Raises ConfigError if `scheduling` has invalid values, if `trainer.accumulate_grad_batches` is also set, or if
     optimization is manual.

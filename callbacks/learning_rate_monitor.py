@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class LearningRateMonitor(Callback):
-    """Logs learning rates under the same names as in Lightning, such as `lr-AdamW`.
+    """Logs learning rates under the same names as Lightning, such as `lr-AdamW`.
 
     With multiple parameter groups, the names are `lr-AdamW/pg1` and so on; a second SGD optimizer is `lr-SGD-1`. A
     scheduler's `name` replaces `lr-AdamW`, and a parameter group's `name` replaces `pg1`. The value logged at a step is
@@ -73,7 +73,7 @@ class LearningRateMonitor(Callback):
             trainer.current_run.write(step, values)
 
     def _rates(self, trainer: "Trainer", interval: str) -> dict[str, float]:
-        """Return the learning rates to log at an interval ("step" or "epoch"), by name. Empty except on rank 0."""
+        """Return learning rates to log at an interval ("step" or "epoch"), keyed by name. Empty except on rank 0."""
         values: dict[str, float] = {}
         if not trainer.loggers or not trainer.is_global_zero or self.logging_interval not in (None, interval):
             return values

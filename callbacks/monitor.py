@@ -14,7 +14,7 @@ class Monitor:
     """Reads a metric from `trainer.callback_metrics` and compares its values.
 
     The monitor also detects whether training or validation logs the metric: if the value changes during a validation,
-    validation logs it. The values are equal on all ranks, so all ranks make the same decisions.
+    validation logs it. The values are the same on all ranks, so all ranks make the same decisions.
     """
 
     def __init__(self, name: str, mode: Literal["min", "max"], user: str) -> None:

@@ -53,7 +53,7 @@ class PredictionWriter(Callback):
     def write_on_epoch_end(
         self, trainer: "Trainer", task: "Task", predictions: Sequence[Any], batch_indices: Sequence[Any]
     ) -> None:
-        """Write the predictions of all batches of this process.
+        """Write this process's predictions for all batches.
 
         Args:
             predictions: One prediction per batch; with multiple loaders, one list per loader.

@@ -21,9 +21,9 @@ class Profile(Callback):
 
     Args:
         dirpath: Local folder for the traces. None: `profile` in the run directory.
-        wait: Optimizer steps to skip at the start of each cycle. The first cycle begins when fit starts.
-        warmup: Optimizer steps to record and discard.
-        active: Optimizer steps to record and keep.
+        wait: Number of optimizer steps to skip at the start of each cycle. The first cycle begins when fit starts.
+        warmup: Number of optimizer steps to record and discard.
+        active: Number of optimizer steps to record and keep.
         repeat: Number of cycles of wait, warmup and active. 0: repeat until fit ends.
         options: Additional arguments for torch.profiler.profile, such as `profile_memory=True`.
 

@@ -242,7 +242,7 @@ class ProgressBar(ProgressDisplay):
     on_test_batch_end = on_predict_batch_end = on_validation_batch_end
 
     def on_validation_end(self, trainer: "Trainer", task: "Task") -> None:
-        """Return to the training bar or, outside of fit, write the number of batches and the time."""
+        """Return to the training bar or, outside fit, write the number of batches and the time."""
         if not self._enabled:
             return
         if trainer.stage != "fit" and self._batches:

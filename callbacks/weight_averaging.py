@@ -39,7 +39,7 @@ class WeightAveraging(Callback):
         self._step = 0
 
     def averaged_state_dict(self) -> "dict[str, torch.Tensor]":
-        """Return the unsharded averages by parameter name. Under a sharded strategy, this is a collective."""
+        """Return the unsharded averages, keyed by parameter name. Under a sharded strategy, this is a collective."""
         return self._unsharded or {name: _full_tensor(average) for name, average in self.averages.items()}
 
     # --- training ---------------------------------------------------------------------------------------------------

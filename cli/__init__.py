@@ -1,1 +1,1 @@
-"""The `legato` command, which runs YAML configs. No other package of Legato imports this one."""
+"""The `legato` command, which runs YAML configs. No other Legato package imports this one."""

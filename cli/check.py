@@ -96,7 +96,7 @@ class Report:
         return max(map(median, later), default=None)
 
     def text(self) -> str:
-        """Return the measurements as text for a terminal. Problems are not included."""
+        """Return the measurements as text for a terminal, without the problems."""
         return "\n".join(f"{name:<16}{value}" for name, value in self._rows())
 
     def _rows(self) -> Iterator[tuple[str, str]]:

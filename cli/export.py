@@ -98,7 +98,7 @@ def export_weights(source: Location, target: Path) -> int:
 
 
 def _inner_tensors(name: str, value: Any) -> dict[str, Any]:
-    """Return a weight's tensors by name. A weight is a dict if its class has not been imported."""
+    """Return a weight's tensors, keyed by name. A weight is a dict if its class has not been imported."""
     if hasattr(value, "__tensor_flatten__"):
         value = {inner: getattr(value, inner) for inner in value.__tensor_flatten__()[0]}
     if not isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""The command line: `legato COMMAND ...` and `python -m legato`. A command's module is imported on demand."""
+"""The command line: `legato COMMAND ...` and `python -m legato`. Each command's module is imported on demand."""
 
 import argparse
 import os

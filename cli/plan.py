@@ -51,7 +51,7 @@ def run_plan(options: Namespace) -> None:
 # --- sizes ------------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class StateSize:
-    """Size in bytes of the unsharded state of a run."""
+    """Size in bytes of a run's unsharded state."""
 
     parameters: int
     """Number of parameters, trainable or not."""
@@ -218,7 +218,7 @@ class Plan:
         return min([*limits, *([self.quick] if self.quick else [])], default=None)
 
     def rows(self, memory: int | None) -> Iterator[tuple[str, str]]:
-        """Yield the title and text of each row of the plan. `memory` is the memory of a device in bytes."""
+        """Yield the title and text of each row of the plan. `memory` is a device's memory in bytes."""
         run, parts = self.run, self.run.parts
         nodes = f" on {run.nodes:,} nodes, {run.processes // run.nodes:,} each" if run.nodes > 1 else ""
         yield "Processes", f"{run.processes:,}{nodes}"

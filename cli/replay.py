@@ -67,7 +67,7 @@ def checkpoint_path(word: str, step: int) -> Path:
 
 
 def outside_of_runs(word: str, option: str) -> Path:
-    """Return the folder that an option specifies. Raises ConfigError if it is inside a run directory."""
+    """Return the folder specified by an option. Raises ConfigError if it is inside a run directory."""
     require_local(word, option)
     folder = Path(word).absolute()
     # resolved, since a link may point into a run, whose files a replay would replace

@@ -118,7 +118,7 @@ def warm_up_if_several(values: Mapping[str, Any]) -> None:
 
 
 def build_run(config: "Config") -> "ConfiguredRun":
-    """Build the objects of a config. With --quiet, leave out callbacks that only show progress."""
+    """Build a config's objects. With --quiet, leave out callbacks that only show progress."""
     from ..callbacks.model_summary import ModelSummary
     from ..callbacks.progress_bar import ProgressDisplay
 

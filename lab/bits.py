@@ -79,7 +79,7 @@ def first_difference(first_run: StudiedRun, second_run: StudiedRun) -> Iterator[
     """Yield lines that describe the first difference between two runs.
 
     The function bisects the steps at which both runs have a checkpoint. It then recomputes only the steps between the
-    last equal checkpoint and the first different one.
+    last matching checkpoint and the first differing one.
 
     Raises ConfigError if a run has no completed step, and CheckpointError if a checkpoint is damaged.
     """
@@ -136,7 +136,7 @@ def is_same(our_record: CheckpointRecord, their_record: CheckpointRecord) -> boo
 
 
 def leaves(contents: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the numbers and strings in nested values by dotted name. Tensors become ("tensor", digest)."""
+    """Return the numbers and strings in nested values, keyed by dotted name. Tensors become ("tensor", digest)."""
     flat = flatten(contents)
     values = {name: ("tensor", digest_of(each)) for named in flat.tensors.values() for name, each in named.items()}
     rest: list[tuple[str, Any]] = [("", flat.tree)]

@@ -96,7 +96,7 @@ class RunHistory:
 
     @cached_property
     def points(self) -> dict[int, dict[str, Any]]:
-        """Points in metrics.jsonl by step. If a resumed run logged a step again, the later point is used."""
+        """Points in metrics.jsonl, keyed by step. If a resumed run logged a step again, the later point is used."""
         path = self.directory / POINTS_FILE
         lines = path.read_bytes().splitlines() if path.exists() else []
         return {point["step"]: point for line in lines if (point := parse_point(line)) is not None}
@@ -124,8 +124,8 @@ class RunHistory:
     def epoch_of(self, step: int) -> tuple[int, int, int | None]:
         """Return a step's epoch, the number of steps before that epoch, and the epoch's length in steps.
 
-        The length is None if no later epoch has started. Raises ConfigError if the step is below 1, and DataError if
-        the run has no record of the step's epoch.
+        The length is None if no later epoch has started. Raises ConfigError if the step is less than 1, and DataError
+        if the run has no record of the step's epoch.
         """
         if step < 1:
             raise ConfigError(f"step={step}: steps are counted from 1. Step 1 increases global_step from 0 to 1.")

@@ -167,7 +167,7 @@ def different_operation(texts: Sequence[str]) -> Iterator[str]:
 
 
 def _by_replica(text: str) -> dict[tuple[str, int], list[dict[str, Any]]]:
-    """Group the records of all ranks by replica, and the records of updates by rank."""
+    """Group the records of all ranks by replica, and the update records by rank."""
     groups: dict[tuple[str, int], list[dict[str, Any]]] = {}
     for record in map(json.loads, text.splitlines()):
         key = ("update", record["rank"]) if record["phase"] == "update" else ("replica", record["replica"])

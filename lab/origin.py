@@ -25,7 +25,7 @@ def differences(history: RunHistory, step: int) -> Iterator[str]:
 
 
 def changed_sources(start: Mapping[str, Any]) -> list[str]:
-    """Return the module files that have changed since the run imported them at a given launch."""
+    """Return the module files that have changed since a given launch of the run imported them."""
     folder = Path(start.get("working_directory") or ".")
     paths = {name: (folder if folder.is_dir() else Path.cwd()) / name for name in start.get("sources") or {}}
     texts = {name: path.read_bytes() for name, path in paths.items() if path.is_file()}

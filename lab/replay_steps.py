@@ -236,7 +236,7 @@ def on_processes(processes: int, trainer: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def processes_of(trainer: Any) -> int:
-    """Return the number of processes that train, excluding the servers of ddp_rpc."""
+    """Return the number of processes that train, excluding ddp_rpc's servers."""
     devices = trainer.device_list
     return int(min(trainer.strategy.local_processes(devices), len(devices)) * trainer.num_nodes)
 

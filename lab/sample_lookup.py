@@ -60,7 +60,7 @@ class SampleLookup:
         return StepPlace(step, epoch, step - begun - 1, steps)
 
     def steps_in(self, step: int, epoch: int) -> int | None:
-        """Return the number of steps in an epoch under a step's settings, or None for a stream without a length."""
+        """Return the number of steps in an epoch with a step's settings, or None for a stream without a length."""
         return steps_of(self.data(step, epoch), epoch)
 
     def data(self, step: int, epoch: int) -> TrainingData:

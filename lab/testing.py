@@ -42,8 +42,8 @@ def check_strategy(make: Callable[[], "Strategy | str"], processes: Sequence[int
        the strategy must not keep any state that the checkpoint does not contain.
 
     A strategy may let weights differ between ranks during training. In a run with multiple ranks, its `weight_ranks`
-    must then contain a single rank. All ranks must still have equal weights at the start and at the end. A rank's first
-    gradient must be the gradient of the mean loss over the rank's own samples.
+    must then contain a single rank. All ranks must still have equal weights at the start and end of training. A rank's
+    first gradient must be the gradient of the mean loss over the rank's own samples.
 
     Args:
         make: Function that returns the strategy or the strategy's name. Called in each process.

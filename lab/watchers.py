@@ -123,9 +123,9 @@ class StopAfterStep(MonitoringCallback):
 
 
 class SaveAs(CheckpointCallback):
-    """Saves to `path` and ends training when the loop state equals that of a checkpoint.
+    """Saves to `path` and ends training when the loop state matches a checkpoint's.
 
-    A run saves after a step, after a validation, or at the end of an epoch. The loop state distinguishes these cases.
+    A run may save after a step, after validation, or at the end of an epoch. The loop state distinguishes these cases.
     """
 
     CLOCKS = ("elapsed", "logged_at")

@@ -1,4 +1,4 @@
-"""Builds the task, the data module, the callbacks, the loggers and the trainer of a checked config."""
+"""Builds the task, data module, callbacks, loggers and trainer from a checked config."""
 
 import re
 from collections.abc import Mapping
@@ -56,7 +56,7 @@ class ConfiguredRun:
 
 
 def build_config(config: Config) -> ConfiguredRun:
-    """Build the objects that a config describes. The task and the data are also built with the config's seed.
+    """Build the objects that a config describes, setting the config's seed before the task and again before the data.
 
     Raises ConfigError if building fails.
     """

@@ -463,7 +463,7 @@ def _path_meant(path: str) -> str:
 
 # --- defaults ---------------------------------------------------------------------------------------------------------
 def _completed(values: Mapping[str, Any], layer: Layer) -> Config:
-    """Return the config with its sections in order and every default that is plain data."""
+    """Return the config with its sections in order and with all defaults that are plain data."""
     origins: dict[Key, str] = dict(layer.origins)
 
     def filled(section: Mapping[str, Any], key: Key, signature: Signature) -> dict[str, Any]:
@@ -523,7 +523,7 @@ def _message(mistakes: Sequence[Problem], layer: Layer) -> str:
 
 
 def _example(mistake: Problem, layer: Layer) -> str:
-    """Return the wrong and the right line (or override) for a mistake with a suggestion, otherwise ""."""
+    """Return the incorrect and the corrected line (or override) for a mistake with a suggestion, otherwise ""."""
     key, _, right_name, right_value, _ = mistake
     value: Any = layer.values
     for name in key:
