@@ -1,4 +1,4 @@
-# One command each; CI runs these same targets.
+# One command each; CI runs the same targets.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin

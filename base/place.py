@@ -104,7 +104,7 @@ def _launched() -> Place | None:
 
 
 def _read(names: Variables, origin: str) -> Place | None:
-    """Return the place that these variables describe; None if they are not set. Raises ConfigError if they conflict."""
+    """Return the place that the variables describe; None if they are not set. Raises ConfigError if they conflict."""
     rank, world_size = read_int(*names.rank), read_int(*names.world_size)
     if rank is None or world_size is None:
         if names is TORCH and rank != world_size:
@@ -126,7 +126,7 @@ def _read(names: Variables, origin: str) -> Place | None:
     if node_rank is None:
         # ranks are numbered node by node
         node_rank = min(rank // local_world_size, nodes - 1) if origin == "mpi" else 0
-    # launchers fill the nodes in order, and users who set RANK by hand rarely set this variable
+    # launchers fill the nodes in order, and users who set RANK by hand rarely set the node rank
     local_rank = rank % local_world_size if local_rank is None else local_rank
     for number, left, size, right, most in (
         (rank, names.rank, world_size, names.world_size, world_size - 1),
@@ -174,7 +174,7 @@ def _distributed() -> Any:
 def find_group() -> tuple[int, int] | None:
     """Return the rank and world size in a process group that the script created; None if there is none.
 
-    Legato treats this group like a launcher's group: it doesn't start any processes or destroy the group.
+    Legato treats such a group like a launcher's group: it doesn't start any processes or destroy the group.
     """
     distributed = _distributed()
     if distributed is None or distributed.group.WORLD is _made_here:

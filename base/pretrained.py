@@ -1,6 +1,6 @@
 """Saves models, adapters and tokenizers in Hugging Face format.
 
-These objects have a `save_pretrained(folder)` method, as in Hugging Face Transformers, PEFT and Diffusers.
+Such objects have a `save_pretrained(folder)` method, as in Hugging Face Transformers, PEFT and Diffusers.
 """
 
 import shutil

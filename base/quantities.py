@@ -35,7 +35,7 @@ def parse_duration(value: Duration) -> timedelta:
 
 
 def first_validation(interval: object, epochs: int | None, accumulate: int, epoch: int | float) -> int | None:
-    """Return the step of a run's first validation; None if it depends on time or on an epoch of unknown length.
+    """Return the step of the first validation run; None if it depends on time or on an epoch of unknown length.
 
     Args:
         interval: `val_check_interval`.

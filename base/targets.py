@@ -31,7 +31,7 @@ def misspelt_word(name: object) -> str:
 
 
 def call_target(target: Callable[..., Any], arguments: Mapping[str, Any], partial: bool) -> Any:
-    """Return `target(*arguments["_args_"], **other_arguments)`, or a partial of this call."""
+    """Return `target(*arguments["_args_"], **other_arguments)`, or a partial of that call."""
     named = {name: value for name, value in arguments.items() if name != POSITIONAL}
     positional = arguments.get(POSITIONAL, ())
     return functools.partial(target, *positional, **named) if partial else target(*positional, **named)

@@ -95,7 +95,7 @@ def _lengths(batch: Any, collated: int | None = None) -> list[int]:
             if item and isinstance(item[0], torch.Tensor) and item[0].ndim == 3 and _are_images(item, collated):
                 lengths.append(len(item))
             items.extend(reversed(item))
-        # graphs (PyG, DGL) have this attribute; the shape of a TensorDict is its batch size
+        # graphs (PyG, DGL) have `num_graphs`; the shape of a TensorDict is its batch size
         elif isinstance(size := getattr(item, "num_graphs", getattr(item, "batch_size", None)), int):
             lengths.append(size)
         elif shape := getattr(item, "shape", None):

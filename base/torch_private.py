@@ -45,7 +45,7 @@ def set_group_timeout(limit: timedelta, group: Any = None) -> None:
 def reset_group_names() -> None:
     """Restart torch's numbering of process groups in this process. Call this only if there is no default group.
 
-    The ranks find each other by these numbers, which a failed attempt increments.
+    The ranks find each other by their groups' numbers, which a failed attempt increments.
     """
     # A joining rank starts at 0. Ranks that tried before would use a different number, and all would time out.
     _c10d()._world.group_count = 0
@@ -76,7 +76,7 @@ def forward_of_ddp(ddp: Any, *arguments: Any) -> Any:
 def reduction_check(module: Any) -> Callable[[], object]:
     """Return a function that raises RuntimeError if a DDP parameter received no gradient in the last backward pass.
 
-    torch itself doesn't raise this error until the next step.
+    torch itself doesn't raise that error until the next step.
     """
     # the function of the C++ reducer that DDP's method calls
     check: Callable[[], object] = module.reducer._check_reducer_finalized
@@ -207,7 +207,7 @@ def _call_module(module: Any, *arguments: Any, **options: Any) -> Any:
 def step_of(optimizer: Any) -> Callable[..., Any]:
     """Return the function that steps an optimizer.
 
-    torch spends 25 us per step on profiler ranges. The returned function skips these ranges if no profiler is running,
+    torch spends 25 us per step on profiler ranges. The returned function skips those ranges if no profiler is running,
     the optimizer has no step hooks, and no code other than a learning rate scheduler has replaced the optimizer's
     `step`.
     """
@@ -296,7 +296,7 @@ def spare_compiler() -> None:
     if "torch._dynamo" in sys.modules or any(isinstance(finder, _CompilerImport) for finder in sys.meta_path):
         return
     for method in _tell_compiler():
-        # torch calls the method in this attribute
+        # torch calls the method stored in the attribute
         method.__wrapped__.__dynamo_disable = method.__wrapped__
     sys.meta_path.insert(0, _CompilerImport())
 
@@ -360,9 +360,9 @@ def read_on(batches: Any, count: int) -> Callable[[], Any]:
 
 
 def end_loader_workers(iterator: Any, loader: Any = None) -> None:
-    """End the workers of a loader's iterator immediately. torch itself ends them only when the iterator is deleted.
+    """Stop the workers of a loader's iterator immediately. torch itself stops them only when the iterator is deleted.
 
-    To end persistent workers, also pass `loader`. The loader starts new workers the next time it is iterated over.
+    To stop persistent workers, also pass `loader`. The loader starts new workers the next time it is iterated over.
     """
     if not hasattr(iterator, "_shutdown_workers"):
         return

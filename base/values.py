@@ -95,7 +95,7 @@ def fit(expected: Any, value: Any, key: Key, build: Build) -> Fitted:
         fitted, problems = fit(parts[0], value, key, build)
         if not problems and not all(rule.accepts(value) for rule in parts[1:] if isinstance(rule, Range | Rule)):
             problems = [Problem(key, "")]
-        # messages about this value mention the range; a mistake in a list item keeps the item's message
+        # messages about the value mention the range; a mistake in a list item keeps the item's message
         return fitted, [_mismatch(key, (expected,), value) if p.key == key else p for p in problems]
     if origin in (typing.Union, types.UnionType):
         return _fit_union(parts, value, key, build)

@@ -146,7 +146,7 @@ class Callback:
         """Called after each backward pass."""
 
     def on_before_optimizer_step(self, trainer: "Trainer", task: "Task", optimizer: "torch.optim.Optimizer") -> None:
-        """Called when `.grad` contains the gradients of the whole step, unscaled and not yet clipped."""
+        """Called when `.grad` holds the gradients of the whole step, unscaled and not yet clipped."""
 
     def on_before_zero_grad(self, trainer: "Trainer", task: "Task", optimizer: "torch.optim.Optimizer") -> None:
         """Called before gradients are zeroed."""

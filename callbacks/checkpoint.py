@@ -330,7 +330,7 @@ class Checkpoint(CheckpointCallback):
             self.save(trainer)
 
     def save_cut_epoch(self, trainer: "Trainer") -> None:
-        """If `save_last` is set, save before the last validation of a run that stops mid-epoch."""
+        """If `save_last` is set, save before the last validation run if training stops mid-epoch."""
         if self.save_last and self.filename is None:  # a template may need values from the validation
             self.save(trainer)
 

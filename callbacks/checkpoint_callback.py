@@ -39,7 +39,7 @@ class CheckpointCallback(MonitoringCallback):
         """Set `dirpath` for this run."""
 
     def save_cut_epoch(self, trainer: "Trainer") -> None:
-        """Save before the last validation of a run that stops mid-epoch. Every rank must call this method."""
+        """Save before the last validation run if training stops mid-epoch. Every rank must call this method."""
 
     def save(self, trainer: "Trainer", always: bool = False) -> None:
         """Save the current state. If `always` is true, save even if the checkpoint would not be kept.

@@ -46,7 +46,7 @@ class DeviceStatsMonitor(Callback):
         self._log(trainer, "on_train_batch_end", trainer.state.global_step)
 
     def _log(self, trainer: "Trainer", hook: str, step: int) -> None:
-        # only once per step, although these hooks run for each batch of each replica
+        # only once per step, although the hooks run for each batch of each replica
         mark = f"{hook} {step}"
         if not trainer.is_global_zero or step == 0 or step % trainer.log_every_n_steps or mark in self._logged:
             return

@@ -18,8 +18,8 @@ log = logging.getLogger("legato")
 class EarlyStopping(MonitoringCallback):
     """Ends the run when the monitored metric has not improved for `patience` consecutive checks.
 
-    It checks the metric after each validation that logs it, or at the end of each epoch if training logs it, and sets
-    `trainer.should_stop`.
+    It checks the metric after each validation run that logs it, or at the end of each epoch if training logs it, and
+    sets `trainer.should_stop`.
 
     Args:
         monitor: Metric to check, a name in `trainer.callback_metrics`.
@@ -31,8 +31,8 @@ class EarlyStopping(MonitoringCallback):
         check_finite: End the run when the metric is NaN or infinite.
         stopping_threshold: End the run when the metric is better than this value.
         divergence_threshold: End the run when the metric is worse than this value.
-        check_on_train_epoch_end: True: check only at the end of epochs; False: only after validations. None: after
-            validations or at the end of epochs, depending on where the metric is logged.
+        check_on_train_epoch_end: True: check only at the end of each epoch; False: only after each validation run.
+            None: after each validation run or at the end of each epoch, depending on where the metric is logged.
 
     Raises ConfigError if `patience` is negative or if `mode` is unknown.
     """
@@ -106,7 +106,7 @@ class EarlyStopping(MonitoringCallback):
         self._metric.start_validation(trainer)
 
     def on_validation_end(self, trainer: "Trainer", task: "Task") -> None:
-        """Check the metric if this validation logged it."""
+        """Check the metric if the validation run logged it."""
         fresh = self._metric.end_validation(trainer)
         if fresh and trainer.stage == "fit" and not trainer.sanity_checking and not self.check_on_train_epoch_end:
             self._check(trainer)

@@ -69,7 +69,7 @@ class GradientAccumulationScheduler(Callback):
     def teardown(self, trainer: "Trainer", task: "Task", stage: str) -> None:
         """Reset the trainer's value to 1."""
         if stage == "fit":
-            # otherwise the next fit would mistake this value for the user's and raise an error
+            # otherwise the next fit would mistake the epoch's value for the user's and raise an error
             trainer.accumulate_grad_batches = 1
 
     def state_dict(self) -> dict[str, Any]:

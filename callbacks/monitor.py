@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 class Monitor:
     """Reads a metric from `trainer.callback_metrics` and compares its values.
 
-    The monitor also detects whether training or validation logs the metric: if the value changes during a validation,
-    validation logs it. The values are the same on all ranks, so all ranks make the same decisions.
+    The monitor also detects whether training or validation logs the metric: if the value changes during a validation
+    run, validation logs it. The values are the same on all ranks, so all ranks make the same decisions.
     """
 
     def __init__(self, name: str, mode: Literal["min", "max"], user: str) -> None:
@@ -44,7 +44,7 @@ class Monitor:
         self._before = trainer.agreed_metrics.get(self.name)
 
     def end_validation(self, trainer: "Trainer") -> bool:
-        """Return whether the validation that just ended logged the metric."""
+        """Return whether the validation run that just ended logged the metric."""
         value = trainer.agreed_metrics.get(self.name)
         # compare by identity: publishing metrics creates new tensors even for equal values
         fresh = value is not None and value is not self._before
@@ -70,7 +70,7 @@ class Monitor:
         """Return whether, at the end of an epoch, nothing has logged the metric and no validation will follow."""
         if self.name in trainer.agreed_metrics or self.from_validation:
             return False
-        # before the first validation, the metric is not missing yet, unless the run has no validation
+        # before the first validation run, the metric is not missing yet, unless the run has no validation
         return self._validated or not sum(trainer.num_val_batches)
 
     def lacks_validation(self, trainer: "Trainer") -> str | None:

@@ -97,7 +97,7 @@ class ProgressBar(ProgressDisplay):
     def on_train_start(self, trainer: "Trainer", task: "Task") -> None:
         """Start the run's clock."""
         self._began, state = time.monotonic(), trainer.state
-        ended = state.epoch_rounds >= trainer.num_training_batches  # saved in the validation at its end
+        ended = state.epoch_rounds >= trainer.num_training_batches  # saved during validation at the epoch's end
         self._start = trainer.current_epoch + ended, trainer.global_step, state.samples_seen
         saved, monitor = trainer.checkpoint_callback, self._monitor
         score = getattr(saved, "best_model_score", None) if monitor is not None else None

@@ -35,7 +35,7 @@ class WeightAveraging(Callback):
         self._unsharded: dict[str, torch.Tensor] = {}
         """Unsharded averages from a checkpoint or from the previous run."""
         self._trained: dict[str, torch.Tensor] = {}
-        """The trained weights by name while the task contains the averages."""
+        """The trained weights by name while the task holds the averages."""
         self._step = 0
 
     def averaged_state_dict(self) -> "dict[str, torch.Tensor]":
@@ -168,7 +168,7 @@ class WeightAveraging(Callback):
         self._step = state_dict.get("step", -1)
 
     def on_save_checkpoint(self, trainer: "Trainer", task: "Task", checkpoint: dict[str, Any]) -> None:
-        """Raise TaskError while the task contains the averages instead of the trained weights."""
+        """Raise TaskError while the task holds the averages instead of the trained weights."""
         if self._trained:
             raise TaskError(
                 f"save_checkpoint was called during evaluation, when the task held averages from {type(self).__name__} "

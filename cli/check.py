@@ -293,7 +293,7 @@ def describe_error(error: Exception) -> str:
 
 # --- findings in the records ------------------------------------------------------------------------------------------
 def check_gradients(run: "ConfiguredRun", report: Report) -> None:
-    """Report parameters that received no gradient on any rank. This is a problem unless the strategy accepts them."""
+    """Report parameters that received no gradient on any rank. That is a problem unless the strategy accepts them."""
     missing = [set(record.without_gradient) for record in report.records if record.without_gradient is not None]
     if "fit" in report.tried and missing and (names := sorted(set.intersection(*missing))):
         findings = report.remarks if run.trainer.strategy.finds_unused else report.problems

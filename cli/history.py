@@ -51,7 +51,7 @@ class ConfigHistory(StudiedRun):
     def make(self, first: int, last: int, processes: int = 1) -> partial[list[Any]]:
         """Return a function that builds the trainer, task and data for replaying steps `first` to `last`.
 
-        Raises ConfigError if resuming changed the config between these steps.
+        Raises ConfigError if resuming changed the config between those steps.
         """
         record, config = self.before(first), self.config_of(first)
         begun = record.step if record else 0

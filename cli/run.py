@@ -93,7 +93,7 @@ def launch_if_named(config: "Config", command: str) -> None:
         return
     name, options = options_of(config.values["launcher"])
     launcher = load(class_path("launcher", name))(**options)
-    # with resume=auto the job applies these overrides to the stored config of the run
+    # with resume=auto the job applies the overrides to the stored config of the run
     launcher.flags = (*shown_options(), *(config.override_words() if command == "fit" else ()))
     if config.directory is not None:
         _resolve_own_run(config, command)

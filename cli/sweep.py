@@ -199,7 +199,7 @@ class Trial:
         command = [sys.executable, "-m", __package__.partition(".")[0], "fit", *words, *values, *place, "resume=auto"]
         # uses the program env, since this process's environment must not change
         command = ["env", devices, *command] if devices else command
-        # A new session, so that Ctrl-C in the terminal reaches only the sweep, which then ends each trial once.
+        # A new session, so that Ctrl-C in the terminal reaches only the sweep, which then stops each trial once.
         with (self.folder / "log.txt").open("ab") as log:
             self.process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
@@ -233,7 +233,7 @@ class Sweep:
     """
 
     def __init__(self, options: Namespace) -> None:
-        # a sweep always resumes; users may have copied this word from the command for a single run
+        # a sweep always resumes; users may have copied it from the command for a single run
         words = [word for word in options.words if word != "resume=auto"]
         axes = [read_axis(word) if is_override(word) else None for word in words]
         self.axes = [axis for axis in axes if axis is not None]
@@ -336,7 +336,7 @@ class Sweep:
         for trial in ranked:
             state = trial.state or "unfinished"
             rows.append([*trial.values.values(), trial.value, trial.step, state, trial.folder.name, trial.error])
-        # atomic, since the file may be read while trials end
+        # atomic, since the file may be read while trials are finishing
         beside = self.folder / "summary.csv.tmp"
         with beside.open("w", encoding="utf-8", newline="") as file:
             csv.writer(file, lineterminator="\n").writerows(rows)

@@ -36,7 +36,7 @@ class LocalSGD(GroupStrategy):
         return output
 
     def finish(self):
-        """Average the weights, so that all ranks end with the same result."""
+        """Average the weights, so that all ranks end up with the same result."""
         self.average_weights()
 
     def average_weights(self):

@@ -201,7 +201,7 @@ def replay_steps(
     # resuming compares the environment with the checkpoint's; starting from step 0 does not
     environment = {} if source else history.start_of(first)[1].get("environment")
     trainer.callbacks = [*without_recorders(trainer.callbacks), *watchers, SameData(content, environment)]
-    # the task adds its callbacks when training starts, after this list was filtered
+    # the task adds its callbacks when training starts, after the list was filtered
     configure = task.configure_callbacks
     task.__dict__["configure_callbacks"] = lambda: without_recorders(configure())
     if source is None:
@@ -249,7 +249,7 @@ def without_recorders(callbacks: Any) -> list[Callback]:
 
 
 def sameness(history: RunHistory, steps: tuple[int, int], trainer: Any) -> tuple[bool, str]:
-    """Return whether a replay of these steps must be bitwise identical to the run, and why."""
+    """Return whether a replay of the steps must be bitwise identical to the run, and why."""
     starts: list[Mapping[str, Any]] = [history.start_of(step)[1] for step in steps]
     reproducible = {start.get("reproducible") for start in starts}
     before = {start.get("processes") or 0 for start in starts}

@@ -49,8 +49,8 @@ class SampleLookup:
     def place(self, step: int) -> StepPlace:
         """Return the position of a step. If the run has not reached the step, use the latest settings."""
         epoch, begun, steps = self.history.epoch_of(step)
-        # once a later epoch has started, this epoch's number of steps is recorded
-        if steps is None:  # this is the last recorded epoch, which may have been cut short
+        # once a later epoch has started, the epoch's number of steps is recorded
+        if steps is None:  # it is the last recorded epoch, which may have been cut short
             steps = self.steps_in(step, epoch)
             while steps is not None and step > begun + steps:
                 epoch, begun = epoch + 1, begun + steps

@@ -73,7 +73,7 @@ class UnstartedScript:
 
 
 class _Reached(BaseException):
-    """Ends a script at the call to fit. An `except Exception` in the script does not catch this exception."""
+    """Stops a script at the call to fit. An `except Exception` in the script does not catch it."""
 
 
 def run_to_fit(start: Mapping[str, Any], settings: Mapping[str, Any], processes: int) -> list[Any]:
@@ -124,7 +124,7 @@ def run_to_fit(start: Mapping[str, Any], settings: Mapping[str, Any], processes:
 
 @contextmanager
 def stopping_at_fit(start: Mapping[str, Any], settings: Mapping[str, Any], processes: int) -> Iterator[list[Any]]:
-    """End the script at the recorded call to fit, and yield a list that receives fit's arguments and `__main__`.
+    """Stop the script at the recorded call to fit, and yield a list that receives fit's arguments and `__main__`.
 
     Trainers in the script receive `processes` and `settings`. Earlier fits and evaluations are skipped.
     """

@@ -167,7 +167,7 @@ class Verification:
                 repeated = self._replay(segment, folder / f"2{REPLAY}")[0]
                 is_same = points_in(replayed.directory) == points_in(repeated.directory)
                 segment.causes = [CHANGED_DATA if is_same else NOT_DETERMINISTIC]
-        # any error means that these steps cannot be recomputed; the certificate states it
+        # any error means that the segment cannot be recomputed; the certificate says so
         except Exception as error:
             message = f"they cannot be computed. {type(error).__name__}: {error}"
             segment.differences = [str(error) if isinstance(error, CheckpointError) else message]
@@ -253,7 +253,7 @@ class Verification:
 def processes_for(start: Mapping[str, Any]) -> int:
     """Return the number of processes that recompute the steps of a launch.
 
-    If the results must be bitwise identical, this number differs, if possible, from the number that the run used.
+    If the results must be bitwise identical, the number differs, if possible, from the number that the run used.
     """
     before, replicas = int(start.get("processes") or 1), int(start.get("replicas") or 1)
     here = torch.accelerator.device_count() if torch.accelerator.is_available() else os.cpu_count() or 1

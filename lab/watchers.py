@@ -67,7 +67,7 @@ class StepReport(MonitoringCallback):
     def on_before_backward(self, trainer: "Trainer", task: "Task", loss: torch.Tensor) -> None:
         """Record the loss of a batch."""
         if self._is_asked(trainer):
-            # if the task weights its batches, for example by tokens, the step's mean uses these weights
+            # if the task weights its batches, for example by tokens, the step's mean uses those weights
             weights = trainer.current_run.optimization.weights
             self._losses.append((loss.detach(), trainer.metrics.samples if weights.used is False else weights.newest))
 
@@ -125,7 +125,7 @@ class StopAfterStep(MonitoringCallback):
 class SaveAs(CheckpointCallback):
     """Saves to `path` and ends training when the loop state matches a checkpoint's.
 
-    A run may save after a step, after validation, or at the end of an epoch. The loop state distinguishes these cases.
+    A run may save after a step, after validation, or at the end of an epoch. The loop state distinguishes those cases.
     """
 
     CLOCKS = ("elapsed", "logged_at")

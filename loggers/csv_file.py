@@ -40,7 +40,7 @@ class CSVLogger(Logger):
         # the resumed run logs the checkpoint's step again; values already in the file stay unchanged
         last = [row for row in kept if int(row["step"]) == resume_step]
         self._resume_step = resume_step
-        # an empty cell means that the row has no value for this metric
+        # an empty cell means that the row has no value for that metric
         self._recorded = {name for row in last for name, value in row.items() if value}
         if self.columns:
             self._write_anew(kept)

@@ -104,7 +104,7 @@ class JSONLinesLogger(Logger):
                 os.fsync(file.fileno())
 
     def finalize(self, status: str) -> None:
-        """End the last line."""
+        """Write the last line's newline."""
         if self._is_open and self._line:
             with self._append() as file:
                 file.seek(0, os.SEEK_END)

@@ -82,7 +82,7 @@ class TensorBoardLogger(Logger):
         self._events.mkdir(parents=True, exist_ok=True)
         self._session_started = False
         # TensorBoard drops steps >= purge_step. The point at the checkpoint's step was written before the checkpoint,
-        # so values logged again at that step, such as those of a validation, appear twice.
+        # so values logged again at that step, such as those of a validation run, appear twice.
         purge = None if resume_step is None else resume_step + 1
         wait_for_next_name(self._events)
         self._writer = self.make_writer(purge)
@@ -139,11 +139,11 @@ class TensorBoardLogger(Logger):
         self._start_session()
         absent = {name: value for name, value in self._final.items() if name not in self._points}
         if absent or self._best:
-            # not self.log_metrics, since a subclass's override would rename these metrics a second time
+            # not self.log_metrics, since a subclass's override would rename the metrics a second time
             TensorBoardLogger.log_metrics(self, {**absent, **self._best}, self._step)
         if self._params:
             names = self._final or [name for name in self._points if not name.startswith(LAST)]
-            # 0.0 is a placeholder: HPARAMS reads names from this record and values from the scalars
+            # 0.0 is a placeholder: HPARAMS reads names from the record and values from the scalars
             experiment, _, end = _hyperparameter_summaries(self._params, dict.fromkeys([*self._best, *names], 0.0))
             self._add(experiment.value)
             if status == "success":  # torch's session end always has the status success

@@ -92,7 +92,7 @@ class WandbLogger(Logger):
         self.experiment.watch(model, log=log, log_freq=log_freq, log_graph=log_graph)
 
     def finalize(self, status: str) -> None:
-        """In a worker, end the W&B run. Elsewhere, leave this to `wandb.finish()` or to W&B's exit hook."""
+        """In a worker, finish the W&B run. Elsewhere, leave this to `wandb.finish()` or to W&B's exit hook."""
         place = find_place()
         # a worker does not call W&B's exit hook, and another process may continue the run
         is_worker = place is not None and place.origin == "legato"

@@ -77,7 +77,7 @@ class Hyperparameters:
         self.hparams.update({name: value for name, value in arguments.items() if name not in ignored})
 
     def record_configs(self, configs: Mapping[str, tuple[Any, Any]]) -> None:
-        """Record the config that each of these `__init__` arguments was built from.
+        """Record the config that each of the given `__init__` arguments was built from.
 
         `configs` maps an argument's name to the pair (object, config). Checkpoints and loggers then receive the config,
         which is plain data, instead of the object.
@@ -91,7 +91,7 @@ class Hyperparameters:
     def _init_arguments(self, frame: FrameType | None) -> dict[str, Any]:
         """Return the arguments of all running `__init__` calls of this object. The outermost call takes precedence.
 
-        Other methods of the object, such as a dataclass's `__post_init__`, may be on the stack between these calls.
+        Other methods of the object, such as a dataclass's `__post_init__`, may be on the stack between those calls.
         """
         arguments: dict[str, Any] = {}
         # from the innermost __init__ outwards: a subclass's argument replaces the one that it passed to its base class

@@ -105,7 +105,7 @@ def _read_returned(returned: Any) -> tuple[list[Optimizer], list[SchedulerConfig
         return [], []
     if isinstance(returned, (Optimizer, Mapping)):
         entries = [returned]
-    # two optimizers do not match this pair, since an optimizer is not a sequence
+    # two optimizers do not match the pair, since an optimizer is not a sequence
     elif isinstance(returned, Sequence) and len(returned) == 2 and isinstance(returned[0], Sequence):
         entries, second = returned
         schedulers = [_read_scheduler(item) for item in (second if isinstance(second, Sequence) else [second])]
@@ -154,7 +154,7 @@ def _read_scheduler(entry: Any, monitor: str | None = None) -> SchedulerConfig:
             f"t_in_epochs={in_epochs}, so it would never change the learning rate. Remove the interval."
         )
     config.interval = interval
-    # timm's plateau scheduler wraps torch's; for a custom scheduler that takes a metric, the dict may set this key
+    # timm's plateau scheduler wraps torch's; for a custom scheduler that takes a metric, the dict may set the key
     inner = getattr(config.scheduler, "lr_scheduler", config.scheduler)
     config.reduce_on_plateau |= isinstance(inner, ReduceLROnPlateau)
     # `monitor` may also be in the optimizer's dict; the scheduler's dict takes precedence

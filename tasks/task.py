@@ -177,7 +177,7 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
     def configure_blocks(self) -> Sequence[nn.Module] | None:
         """Return the model as a list of blocks, each of which receives the previous block's output.
 
-        Pipeline parallelism splits this list into stages. None (default): use the blocks of the nn.Sequential that
+        Pipeline parallelism splits the list into stages. None (default): use the blocks of the nn.Sequential that
         contains all parameters.
         """
         return None
@@ -185,7 +185,7 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
     def remote_modules(self) -> Mapping[str, Callable[[], nn.Module]]:
         """Return factories, by attribute name, for modules that are too large to replicate in every process.
 
-        The ddp_rpc strategy places these modules in server processes. With other strategies, each process builds them.
+        The ddp_rpc strategy places the modules in server processes. With other strategies, each process builds them.
         """
         return {}
 

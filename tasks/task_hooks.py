@@ -56,7 +56,7 @@ class TaskHooks:
         """Called after each backward pass."""
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Called when `.grad` contains the gradients for the whole step, unscaled and not yet clipped."""
+        """Called when `.grad` holds the gradients for the whole step, unscaled and not yet clipped."""
 
     def on_before_zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
         """Called before gradients are zeroed."""

@@ -101,7 +101,7 @@ class _Builder(ValueChecker):
         """Objects built for arguments, with their configs, by id."""
 
     def check(self, value: Mapping[str, Any], key: Key, base: type) -> Fitted:
-        """Build an object for an argument, or return the mistakes if the argument is not valid for this type."""
+        """Build an object for an argument, or return the mistakes if the argument is not valid for the type."""
         mistakes = ValueChecker(self.values).check(value, key, base)[1]
         return (value, mistakes) if mistakes else (self.make(value, key, base), [])
 

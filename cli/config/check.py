@@ -146,7 +146,7 @@ class Config(Layer):
         return replace(self.changed(resume=None), origins=self.origins | {("resume",): "default"})
 
     def override_words(self) -> list[str]:
-        """Return the resolved overrides as arguments, one per key, for a command that reads this config's file."""
+        """Return the resolved overrides as arguments, one per key, for a command that reads the config's file."""
 
         # without run, resume, checkpoint and vars, which are in the file
         sections = ("seed", "task", "data", "trainer", "callbacks", "loggers")
@@ -451,7 +451,7 @@ def class_name(base: type) -> str:
 
 
 def _path_meant(path: str) -> str:
-    """Suggest the path of the Legato class with this name, even if the class has moved to another module."""
+    """Suggest the path of the Legato class with the given name, even if the class has moved to another module."""
     # uses the last component, since classes have moved between packages without being renamed
     name = path.rpartition(".")[2] if path.startswith(f"{_PACKAGE}.") else path
     for room in ("callbacks", "tasks", "loggers", "lab"):

@@ -185,7 +185,7 @@ def plain(value: Any) -> Any:
 
 
 def load(path: str) -> Any:
-    """Import and return the object at a dotted path. Raises ConfigError with the reason if this fails."""
+    """Import and return the object at a dotted path. Raises ConfigError with the reason if the import fails."""
     parts = path.split(".")
     if len(parts) < 2 or not all(part.isidentifier() for part in parts):
         raise ConfigError(f"{path!r} is not a dotted path to a class, such as 'package.module.Class'.")

@@ -79,7 +79,7 @@ class RayLauncher(Launcher):
             ray.shutdown()
 
     def _connect(self, ray: Any) -> None:
-        """Connect to the cluster, or start one. Raises WorkerError if this fails."""
+        """Connect to the cluster, or start one. Raises WorkerError on failure."""
         host, _, port = (self.address or "").removeprefix("ray://").rpartition(":")
         try:
             if host and port.isdecimal():  # Ray would try for two minutes and then exit the process

@@ -63,7 +63,7 @@ class Accelerator(str):
 
     @classmethod
     def is_available(cls) -> bool:
-        """Return whether this machine has a device of this type."""
+        """Return whether this machine has a device of the accelerator's type."""
         return True
 
     @classmethod

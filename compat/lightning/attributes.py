@@ -377,7 +377,7 @@ class TrainerAttributes(OwnParts, Trainer):
 
     @property
     def val_check_batch(self) -> int | float | None:
-        """Number of batches between validations; None before a run or if validation is scheduled by time."""
+        """Number of batches between validation runs; None before a run or if validation is scheduled by time."""
         if self.run is None or self.run.data.validation_seconds is not None:
             return None
         rounds = self.run.data.validation_rounds
@@ -398,7 +398,7 @@ class TrainerAttributes(OwnParts, Trainer):
     @property
     def estimated_stepping_batches(self) -> int | float:
         """Number of steps in the entire run. Creates the training loader if it does not exist yet."""
-        # in configure_optimizers, the step count of a run without an end is not known yet
+        # in configure_optimizers, the step count of an unlimited run is not known yet
         if self.max_epochs == -1:
             return float("inf") if self.max_steps == -1 else self.max_steps
         run = self.run

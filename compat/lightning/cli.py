@@ -420,7 +420,7 @@ class LightningCLI:
 
     # --- the run ----------------------------------------------------------------------------------------------------
     def _run_subcommand(self, subcommand: str) -> None:
-        """Call the CLI's or the trainer's method with this name, between its `before_` and `after_` methods."""
+        """Call the CLI's or the trainer's method with the given name, between its `before_` and `after_` methods."""
         getattr(self, f"before_{subcommand}", lambda: None)()
         function = getattr(self, subcommand, None) or getattr(self.trainer, subcommand)
         config = self.config_init[subcommand]
@@ -438,7 +438,7 @@ class LightningCLI:
 
 
 def accepts(function: Callable[..., Any], name: str) -> bool:
-    """Return whether a class or a function accepts an argument with this name."""
+    """Return whether a class or a function accepts an argument with the given name."""
     parameters = signature(function).parameters
     return name in parameters or any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
 

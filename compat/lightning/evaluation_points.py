@@ -22,7 +22,7 @@ class EvaluationPoints:
     def follow(self, word: str) -> None:
         """Write the stored values after each batch of a stage."""
         hooks, name = self.run.hooks, f"on_{word}_batch_end"
-        # evaluate calls this for each validation, but the run keeps its hooks
+        # evaluate calls this for each validation run, but the run keeps its hooks
         if self.write not in hooks[name]:
             hooks[name] = (*hooks[name], self.write)
 

@@ -30,7 +30,7 @@ HELPERS = {"alias_below", "inner_name", "placeholders"}
 def alias_below(package: str, paths: str) -> None:
     """Register a package in sys.modules in place of the Lightning modules at the given paths relative to it.
 
-    The package can replace these modules because it defines all of their names without conflicts. This function also
+    The package can replace those modules because it defines all of their names without conflicts. This function also
     sets the package's `__all__` to its public names.
     """
     module = sys.modules[package]
@@ -45,7 +45,7 @@ def alias_below(package: str, paths: str) -> None:
 def inner_name(package: str) -> Callable[[str], Any]:
     """Return a package's `__getattr__`, which provides version constants, common names and placeholders.
 
-    Private names become placeholders, as do all names in lightning.fabric, because Legato lacks these classes.
+    Private names become placeholders, as do all names in lightning.fabric, because Legato lacks those classes.
     """
     # programs import many classes of Fabric only for annotations
     any_name = package.startswith(f"{ROOT}.fabric")

@@ -57,7 +57,7 @@ def start_ranks(count: int, seed: int) -> None:
         if rank:
             children.insert(0, subprocess.Popen(sys.orig_argv))
     unset_variable(RANK_0)
-    # the other ranks may write files after fit, and would be interrupted if this script ended first
+    # the other ranks may write files after fit, and would be interrupted if this script exited first
     atexit.register(_wait_for, children)
     threading.Thread(target=_watch, args=(children,), daemon=True).start()
 
@@ -71,7 +71,7 @@ def note_failure() -> None:
 
 
 def _watch(children: "list[subprocess.Popen[bytes]]") -> None:
-    """If a rank fails, end this process and the other ranks unless the run reports the failure first."""
+    """If a rank fails, terminate this process and the other ranks unless the run reports the failure first."""
     while any(child.poll() is None for child in children):
         failed = [rank for rank, child in enumerate(children, 1) if child.poll()]
         if failed:
@@ -103,7 +103,7 @@ def _end(children: "list[subprocess.Popen[bytes]]") -> None:
 
 
 def _follow(rank_0: int) -> None:
-    """End this rank SECONDS_TO_END seconds after rank 0 is killed, because rank 0 hosts the rendezvous store."""
+    """Terminate this rank SECONDS_TO_END seconds after rank 0 is killed, because rank 0 hosts the rendezvous store."""
     while os.getppid() == rank_0:  # an orphaned process has a new parent
         time.sleep(0.5)
     time.sleep(SECONDS_TO_END)

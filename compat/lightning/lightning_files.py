@@ -121,8 +121,8 @@ def loops_of(contents: Mapping[str, Any]) -> dict[str, Any]:
     done = state["epoch_rounds"] if within or ended else of_epoch
     steps = state["epoch_steps"] if within or ended else step // max(1, epoch)
     validated = state["validated_at"] == step or (not within and state["validated_at"] > 0)
-    # Lightning saves in on_train_batch_end, before the batch is counted as completed. After a validation that follows
-    # the batch, all counts are complete.
+    # Lightning saves in on_train_batch_end, before the batch is counted as completed. After a validation run that
+    # follows the batch, all counts are complete.
     behind = int(within and not validated)
     optimizer_steps = state["optimizer_steps"]
     optimizer, manual = ((step, steps), (0, 0)) if automatic else ((0, 0), (optimizer_steps, optimizer_steps))

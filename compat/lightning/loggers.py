@@ -31,7 +31,7 @@ WANDB_AVAILABLE = package_available("wandb")
 
 
 def folder_below(root: str | Path, logger: Any) -> str:
-    """Return the folder that Lightning uses for a logger with this save_dir (or `root`), name and version."""
+    """Return the folder that Lightning uses for a logger with the given save_dir (or `root`), name and version."""
     version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
     return os.path.join(logger.save_dir or root, str(logger.name), version)
 
@@ -711,7 +711,7 @@ def folder_of_run(trainer: Any) -> Path | None:
     log_dir = getattr(first, "log_dir", None)
     if log_dir is None and isinstance(first, WithoutFiles):
         first.make_version()
-        log_dir = folder_below(trainer.default_root_dir, first)  # ModelCheckpoint writes there in this case
+        log_dir = folder_below(trainer.default_root_dir, first)  # where ModelCheckpoint writes
     if log_dir is None:  # without a `run.json`, the folder is not a run directory
         folders = (Path(trainer.default_root_dir, trainer.run_name, f"version_{number}") for number in count())
         log_dir = next(folder for folder in folders if not folder.exists())

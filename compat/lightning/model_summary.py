@@ -59,7 +59,7 @@ class LayerSummary:
 class ModelSummary:
     """A module's layers down to depth `max_depth` (-1: all layers, 0: none). `str()` returns a table.
 
-    A module with an `example_input_array` is called once with this input to record shapes and operations.
+    A module with an `example_input_array` is called once with that input to record shapes and operations.
     """
 
     def __init__(self, model: Any, max_depth: int = 1) -> None:

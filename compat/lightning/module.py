@@ -542,7 +542,7 @@ class LightningDataModule(InitialHyperparameters, DataModule):
         """Build the data module from the hyperparameters in a checkpoint, updated with `kwargs`, and load its state."""
         require_checkpoint(checkpoint_path)
         saved = read(checkpoint_path, "cpu", weights_only)
-        contents = {**saved, "datamodule": saved.get(cls.__qualname__)}  # Lightning stores its state under this key
+        contents = {**saved, "datamodule": saved.get(cls.__qualname__)}  # Lightning stores its state there
         kind: type[DataSelf] = builder(cls, contents.get("datamodule_hyper_parameters") or {})
         return rebuild_data_module(kind, contents, hparams_file, with_config(cls, contents, kwargs))
 

@@ -218,7 +218,7 @@ def read_plugins(plugins: Any) -> dict[str, Any]:
             refuse_overrides(plugin, CALLED_BY_LIGHTNING, OWN_PRECISION)
             arguments["precision"] = plugin.precision
         elif isinstance(plugin, ClusterEnvironment):
-            # a subclass's methods return the ranks of the process, but a run in Legato does not call these methods
+            # a subclass's methods return the ranks of the process, but a run in Legato does not call them
             if type(plugin).__module__ != __name__:
                 raise UnsupportedError(
                     f"plugins=[{type(plugin).__name__}()] is not supported. Legato reads environment variables: set "

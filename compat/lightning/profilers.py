@@ -315,7 +315,7 @@ PROFILERS: dict[str, type[Profiler]] = {"simple": SimpleProfiler, "pytorch": PyT
 
 
 def make_profiler(wanted: str | Profiler | None) -> Profiler:
-    """Return the profiler with this name. A Profiler object is returned unchanged; None becomes a PassThroughProfiler.
+    """Return the profiler of that name. A Profiler object is returned unchanged; None becomes a PassThroughProfiler.
 
     Raises ConfigError for an unknown name.
     """

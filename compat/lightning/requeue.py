@@ -25,7 +25,7 @@ def stored_checkpoint(root: Any) -> str | None:
 
 
 def forget_checkpoint(root: Any) -> None:
-    """Delete the stored path so that later fit calls in the script do not resume from this checkpoint."""
+    """Delete the stored path so that later fit calls in the script do not resume from it."""
     _note(root).unlink(missing_ok=True)
 
 

@@ -81,7 +81,7 @@ class FitAsLightning(Callback):
         hooks = trainer.current_run.hooks
         for group in (hooks.of_callbacks, hooks.late, hooks):
             group.update({name: without_empty(calls) for name, calls in group.items()})
-        # a sanity check, which runs between these two hooks and training, evaluates each module in its current mode
+        # a sanity check, which runs between the two hooks and training, evaluates each module in its current mode
         hooks["on_fit_start"] += (trainer.disable_checks, trainer.hide_modes)
         hooks["on_sanity_check_start"] = (trainer.show_modes, *hooks["on_sanity_check_start"])
         hooks["on_sanity_check_end"] += (trainer.hide_modes,)
@@ -175,7 +175,7 @@ class Trainer(TrainerAttributes):
             self.max_epochs = arguments["max_epochs"]
             if self.num_sanity_val_steps == -1:
                 self.num_sanity_val_steps = inf  # type: ignore[assignment]
-        # Lightning sets both limits to this fraction, and programs read them
+        # Lightning sets both limits to that fraction, and programs read them
         if self.overfit_batches:
             self.limit_train_batches = self.limit_val_batches = self.overfit_batches
         # a program may call methods of its logger, but fast_dev_run must not write anything
@@ -243,7 +243,7 @@ class Trainer(TrainerAttributes):
                 submodule.training = True
 
     def show_modes(self) -> None:
-        """Restore each module's mode. As in Lightning, training does not change these modes."""
+        """Restore each module's mode. As in Lightning, training does not change the modes."""
         for name, submodule in self.lightning_module.named_modules():
             submodule.training = self.modes_before.get(name, submodule.training)
 

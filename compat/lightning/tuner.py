@@ -88,7 +88,7 @@ class LearningRateSweep(Callback):
         if not math.isnan(loss):
             self._average = SMOOTHING * self._average + (1 - SMOOTHING) * loss
         rates.append(self.rate(len(losses)))
-        # the average starts at 0: the division corrects this bias, with Lightning's exponent
+        # the average starts at 0: the division corrects that bias, with Lightning's exponent
         losses.append(loss if math.isnan(loss) else self._average / (1 - SMOOTHING ** (len(losses) + 2)))
         if self.diverges_at is not None and len(losses) > 1 and losses[-1] > self.diverges_at * self._best:
             trainer.should_stop = True
@@ -279,7 +279,7 @@ def _largest_size(all_in_one: Callable[[int], bool], mode: str, start: int, tria
         try:
             complete = all_in_one(size)
         except (RuntimeError, DataError) as error:
-            if isinstance(error, DataError) and best:  # with drop_last, there may be no batch of this size
+            if isinstance(error, DataError) and best:  # with drop_last, there may be no batch of that size
                 break
             if not is_oom_error(error):
                 raise

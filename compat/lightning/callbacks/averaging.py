@@ -40,7 +40,7 @@ OWN_AVERAGES = "Legato computes the averages. Pass avg_fn, or override average(a
 class StochasticWeightAveraging(weight_averaging.WeightAveraging, Callback):
     """Averages the weights at the start of each epoch, beginning with epoch `swa_epoch_start`.
 
-    After `fit`, the module contains the averaged weights. During these epochs, the learning rate is annealed to
+    After `fit`, the module holds the averaged weights. During those epochs, the learning rate is annealed to
     `swa_lrs` and then kept constant, regardless of the module's scheduler. At the end, an extra pass over the training
     data computes batch norm statistics for the averaged weights.
     Izmailov et al., Averaging Weights Leads to Wider Optima and Better Generalization (arXiv:1803.05407).
@@ -168,7 +168,7 @@ class StochasticWeightAveraging(weight_averaging.WeightAveraging, Callback):
         run, steps = trainer.current_run, TrainingSteps(task)
         batches = (item for step in run.training_data.epoch(run.state.epoch) for item in step.batches)
         moved = ((item, item.batch if run.transfer is None else run.transfer(item.batch, 0)) for item in batches)
-        # training_step logs values, but these batches do not belong to the run
+        # training_step logs values, but the batches do not belong to the run
         run.metrics.muted = True
         # a module with manual optimization must not train here
         task.__dict__ |= dict.fromkeys(MANUAL, NoExperiment())

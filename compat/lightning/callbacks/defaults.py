@@ -49,7 +49,7 @@ def make_callbacks(trainer: Any, arguments: Mapping[str, Any], profiler: Any) ->
     callbacks += [] if trainer.max_time is None else [Timer(duration=trainer.max_time)]
     refuse_same_keys(callbacks)
     refuse_bars(callbacks, trainer.enable_progress_bar)
-    trainer.enable_checkpointing = False  # not needed, because these callbacks write to Lightning's folders
+    trainer.enable_checkpointing = False  # not needed, because the callbacks above write to Lightning's folders
     callbacks.sort(key=lambda callback: (isinstance(callback, CheckpointCallback), not isinstance(callback, Finder)))
     trainer.profiler = add_profiler(profiler, callbacks)
     return callbacks

@@ -482,7 +482,7 @@ class ModelCheckpoint(Checkpoint):
         ver: int | None = None,
         prefix: str | None = None,
     ) -> str:
-        """Return the path for a checkpoint with these metrics. Missing metrics are written as 0."""
+        """Return the path for a checkpoint with the given metrics. Missing metrics are written as 0."""
         name = self._format_checkpoint_name(
             filename or self.filename, metrics, prefix=prefix, auto_insert_metric_name=self.auto_insert_metric_name
         )
