@@ -93,11 +93,11 @@ def make_current(device: torch.device) -> None:
 
 
 def backend_for(device: torch.device, chosen: str | None = None, shared: bool = False) -> str:
-    """Return the backends for a process group: one for tensors on this device, and gloo for tensors on the host.
+    """Return the backends for a process group: one for tensors on the device, and gloo for tensors on the host.
 
     Args:
         chosen: the backend for the device's tensors; None selects torch's default for the device type.
-        shared: whether multiple processes share this device.
+        shared: whether multiple processes share the device.
 
     Raises ConfigError if torch has no backend for the device.
     """
@@ -125,7 +125,7 @@ def backend_for(device: torch.device, chosen: str | None = None, shared: bool = 
 
 
 def has_bfloat16(kind: str) -> bool:
-    """Return whether devices of this type support bfloat16 natively. torch's emulation on older devices is slow."""
+    """Return whether the given device type supports bfloat16 natively. torch's emulation on older devices is slow."""
     ask = getattr(torch.get_device_module(kind), "is_bf16_supported", None)
     if ask is None:
         return True
@@ -142,7 +142,7 @@ def widest_float(device: torch.device) -> torch.dtype:
 
 
 def autocasts(kind: str, dtype: torch.dtype) -> bool:
-    """Return whether a device type can autocast to this dtype. If not, torch warns and disables autocast."""
+    """Return whether a device type can autocast to the given dtype. If not, torch warns and disables autocast."""
     if not torch.amp.is_autocast_available(kind):
         return False
     with warnings.catch_warnings():
@@ -217,7 +217,7 @@ def set_generators(states: list[torch.Tensor]) -> None:
 
 
 def visible_devices(wanted: str) -> tuple[str, str]:
-    """Return the environment variable that selects this process's devices, and the names of these devices.
+    """Return the environment variable that selects this process's devices, and the names of those devices.
 
     Returns ("", "") if there is no such variable.
 

@@ -1,4 +1,4 @@
-"""Closure: a function that returns a step's loss. Optimizers and tasks may call it several times per update."""
+"""Closure: a function that returns a step's loss. Optimizers and tasks may call it multiple times per update."""
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -95,7 +95,7 @@ def use_closures(call: Any, optimization: Optimization) -> None:
     Raises ConfigError if an optimizer needs a closure that this run cannot provide.
     """
     trainer, strategy = call.trainer, call.strategy
-    # a process may run several replicas, or gradients may be summed in a fixed order
+    # a process may run multiple replicas, or gradients may be summed in a fixed order
     several = call.local_replicas > 1 or call.bitwise or call.members_change or strategy.lockstep
     # as in Lightning, where hooks before and in zero_grad may read the previous step's gradients
     optimization.clears_late = optimization.automatic and optimization.own_zero_grad and not several

@@ -85,12 +85,12 @@ class Hooks(dict[str, Calls]):
         """Names of hooks whose code may draw random numbers. Legato's own hooks draw none."""
 
     def call(self, name: str, *arguments: Any) -> None:
-        """Call the hook with this name on every object that overrides it."""
+        """Call the hook with the given name on every object that overrides it."""
         for hook in self[name]:
             hook(*arguments)
 
     def call_early(self, name: str, *arguments: Any) -> None:
-        """Call the hook with this name on every object except late callbacks."""
+        """Call the hook with the given name on every object except late callbacks."""
         for hook in self[name][: len(self[name]) - len(self.late[name])]:
             hook(*arguments)
 
@@ -102,7 +102,7 @@ def is_of_this_package(call: Callable[..., Any]) -> bool:
 
 
 def overrides(instance: object, base: type, name: str) -> bool:
-    """Return whether `instance` overrides the `base` method with this name.
+    """Return whether `instance` overrides the `base` method with the given name.
 
     As in Lightning, None does not count as an override.
     """

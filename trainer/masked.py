@@ -23,7 +23,7 @@ MASKED = 0x6D61736B
 def begin_step(run: Any, step: StepInput) -> None:
     """Run a step's masked batches. If no unmasked batch follows, leave the last masked batch to `stand_in`."""
     if run.optimization.automatic:
-        # after gradients are cleared, since these backward passes may add other processes' gradients to this shard
+        # after gradients are cleared, since those backward passes may add other processes' gradients to this shard
         train(run, step.masked if step.batches else step.masked[:-1], last=False)
 
 
@@ -72,7 +72,7 @@ def discarding_effects(run: Any, item: ReplicaBatch) -> Iterator[None]:
     """Within this context, use separate random numbers and revert any changes made to metrics and buffers."""
     metrics, state = run.metrics, run.state
     buffers = list(run.task.buffers())
-    # buffers are copied for each masked batch, since another process counts these samples in batch norm
+    # buffers are copied for each masked batch, since another process counts the samples in batch norm
     before, metrics_before = [buffer.detach().clone() for buffer in buffers], metrics.states.snapshot()
     metrics.muted = True  # the process that owns the batch logs its values
     # separate keys: unmasked batches must draw the same random numbers whichever process has masked ones

@@ -35,7 +35,7 @@ class Preempted(BaseException):
 class Preemption:
     """Context manager that handles signals during one call to fit.
 
-    If Preempted is raised, the context manager saves a checkpoint and ends the process.
+    If Preempted is raised, the context manager saves a checkpoint and terminates the process.
     """
 
     def __init__(self, trainer: "Trainer", stage: str, agreement: Agreement) -> None:
@@ -63,7 +63,7 @@ class Preemption:
 
     def _record(self, number: int) -> None:
         # only recorded, as a handler cannot call collectives: the ranks agree at the next agreement
-        self.signal = max(self.signal, number)  # as the agreement does, so that all ranks end with one signal
+        self.signal = max(self.signal, number)  # as the agreement does, so that all ranks exit with the same signal
         if not self.started and not self.leaving:
             self.leaving = True
             requeue_early(number, self.trainer.requeue)
@@ -79,7 +79,7 @@ class Preemption:
         """From now on, only record signals, because the run is closing.
 
         An exception from a signal handler would skip the rest of the teardown. Unless the run failed, a recorded signal
-        ends the process after the teardown.
+        terminates the process after the teardown.
         """
         self.started, self.leaving = True, self.leaving or failed
         self.watch.answer()
@@ -167,7 +167,7 @@ class Preemption:
         if callback is not None:
             callback.save(trainer, always=True)
             trainer.saver.writer.wait()  # until a background save has reached its path
-        # the broadcast waits for rank 0, because the launcher treats the first exit as the end of all processes
+        # the broadcast waits for rank 0, because the launcher treats the first exit as the exit of all processes
         if callback is None or not trainer.broadcast(_is_there(path)):
             trainer.save_checkpoint(path)
         return path

@@ -99,7 +99,7 @@ def run_in_workers(trainer: "Trainer", request: Request) -> Any:
 def _run(trainer: "Trainer", request: Request) -> Any:
     check_task(trainer, request.task, request, is_sent=True)
     place = find_place(trainer.cluster)
-    if place is not None:  # this process only serves others (ddp_rpc), and returns when they end
+    if place is not None:  # this process only serves others (ddp_rpc), and returns when they exit
         trainer.strategy.serve(place, request.task, trainer.seed)
         return None if request.stage == "fit" else []
     source: Location | None = None
@@ -149,7 +149,7 @@ def _run(trainer: "Trainer", request: Request) -> Any:
     for callback in trainer.callbacks:
         pair = next((pair for pair in outcome.callbacks if pair[0] == callback.state_key), None)
         if pair is not None:
-            outcome.callbacks.remove(pair)  # another callback with this key takes the next pair
+            outcome.callbacks.remove(pair)  # another callback with the same key takes the next pair
             callback.load_state_dict(pair[1])
     return outcome.returned
 
@@ -204,7 +204,7 @@ def _run_request(trainer: "Trainer", request: Request, source: Location | None) 
     if not isinstance(trainer.run, Run) or not trainer.run.membership.returns_result(trainer.global_rank):
         return None  # a server, or a worker whose result another worker returns
     emptied = any(parameter.is_meta for parameter in task.parameters())  # the weights are only in the checkpoints
-    # on the host: the caller may lack the device, and device memory is freed when this process ends
+    # on the host: the caller may lack the device, and device memory is freed when this process exits
     weights = {} if emptied else task.cpu().state_dict()
     buffers = {} if emptied else dict(task.cpu().named_buffers())
     metrics, logged = trainer.run.metrics.states.with_states, trainer.run.metrics.logged

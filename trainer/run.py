@@ -460,7 +460,7 @@ class Run(Call):
 
     def begin_validation(self) -> None:
         """Begin a validation run in the middle of training."""
-        self.check_losses()  # a NaN ends the run now, not after a useless validation
+        self.check_losses()  # a NaN ends the run now, not after a useless validation run
         self.loop.doing = "validation"
         self.optimization.begin_evaluation()
 

@@ -108,7 +108,7 @@ class Schedule:
         state = self.state
         if not self.optimization.has_plateau_by_steps or state.plateau_step >= state.global_step:
             return
-        if ends_epoch or not self.epoch_is_full:  # otherwise the validation that ends the epoch is still to come
+        if ends_epoch or not self.epoch_is_full:  # otherwise the validation run that ends the epoch is still to come
             state.plateau_step = state.global_step
             self.optimization.step_schedulers("step", state.global_step, plateau=True)
 

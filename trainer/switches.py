@@ -86,7 +86,7 @@ def _read_nnpack() -> bool:
 
 
 def _flushes_denormals() -> bool:
-    # torch cannot read this switch, but a product with a denormal result shows whether it is on
+    # torch cannot read the switch, but a product with a denormal result shows whether it is on
     return bool((torch.tensor([2.0**-1070], dtype=torch.float64) * 1.0 == 0.0).item())
 
 

@@ -20,7 +20,7 @@ from .commit import commit, no_locks
 class Writer:
     """Writes checkpoints in a background thread, one at a time.
 
-    The writer keeps one copy of the state in host memory. It reuses this memory for the next save, because writing to
+    The writer keeps one copy of the state in host memory. It reuses that memory for the next save, because writing to
     newly allocated memory takes longer than the copy itself. The thread is not a daemon, so a process that exits
     with an exception still finishes its checkpoint.
     """
@@ -82,7 +82,7 @@ class Writer:
             self._error = error
 
     def _snapshot(self, flat: FlatState) -> None:
-        """Replace every tensor with a copy in host memory. A tensor with several names is copied only once."""
+        """Replace every tensor with a copy in host memory. A tensor with multiple names is copied only once."""
         copies: dict[object, Tensor] = {}
         devices = set()
         for file, tensors in flat.tensors.items():
@@ -93,7 +93,7 @@ class Writer:
             for name, shard in shards.items():
                 shards[name] = replace(shard, block=self._copy((file, name), shard.block, copies))
                 devices.add(shard.block.device)
-        # wait once for all copies: training changes these tensors as soon as this method returns
+        # wait once for all copies: training changes the tensors as soon as this method returns
         for device in filter(has_streams, devices):
             torch.accelerator.synchronize(device)
 

@@ -24,7 +24,7 @@ from .shards import ShardBlock, ShardFiles, StoredTensor, file_name, shard_block
 from .tensors import DTYPE_NAMES, flat_bytes
 
 MARK = "__legato__"
-DEPTH = 100  # maximum levels of nesting; the limit also catches values that contain themselves
+DEPTH = 100  # maximum nesting depth; the limit also catches values that contain themselves
 MODEL, OTHERS = "model", "tensors"
 DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 UNFLATTEN = "__tensor_unflatten__"
@@ -249,7 +249,7 @@ def _encode_wrapped(value: Any, path: ValuePath, flat: FlatState, is_sharded: bo
 
 
 def _wrapper_class(name: str) -> Any:
-    """Return the wrapper subclass with this name; None if it has not been imported or cannot be rebuilt."""
+    """Return the wrapper subclass with the given name; None if it has not been imported or cannot be rebuilt."""
     # only classes that the program has already imported: reading a checkpoint imports no modules
     module, _, attribute = name.rpartition(".")
     kind = vars(sys.modules.get(module, object)).get(attribute)

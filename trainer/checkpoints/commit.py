@@ -37,7 +37,7 @@ def write(
     frozen: Collection[str] = (),
     check_locks: Callable[[], None] = no_locks,
 ) -> None:
-    """Write a checkpoint. If a checkpoint with this name exists, replace it atomically.
+    """Write a checkpoint. If a checkpoint with that name exists, replace it atomically.
 
     All ranks in `ranks` must call this with the same contents. Each rank writes its shards of DTensors, and rank 0
     writes everything else.
@@ -102,7 +102,7 @@ def commit(
         on_all_ranks(ranks, publish)
     except BaseException as error:  # on Ctrl-C, too: an incomplete stage would take up disk space until the next save
         if begun:
-            # if another run has taken the folder, files with these names may be its files
+            # if another run has taken the folder, files with the same names may be its own
             with suppress(CheckpointError):
                 check_locks()
                 folder.discard(name, stage)
@@ -162,7 +162,7 @@ def on_all_ranks(ranks: Ranks, action: Callable[[], T]) -> list[T]:
     """Call `action` on every rank and return the results in rank order.
 
     If `action` fails on this rank, re-raises its exception. If it fails only on other ranks, raises a CheckpointError
-    with the error message from one of these ranks.
+    with the error message from one of them.
     """
     if ranks.size == 1:
         return [action()]

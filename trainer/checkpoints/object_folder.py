@@ -1,7 +1,7 @@
 """ObjectFolder: a folder of checkpoints in an object store, such as s3://bucket/run/checkpoints.
 
 A store cannot rename objects, but an object becomes visible only once it is complete, and to all readers at the same
-time. Therefore, each process uploads its files directly to their final locations. The manifest is uploaded last and
+time. So each process uploads its files directly to their final locations. The manifest is uploaded last and
 commits the checkpoint. Only the manifest is ever overwritten: if a checkpoint is replaced, its new files are uploaded
 to a new folder, which the manifest records as `prefix`.
 
@@ -131,7 +131,7 @@ class ObjectFolder:
         self._ask("pipe_file", self.location / INDEX, index.dump())
 
     def require_free_name(self, name: str) -> None:
-        """Raise CheckpointError if something other than a checkpoint has this name."""
+        """Raise CheckpointError if the name is taken by something other than a checkpoint."""
         require_writable(self.location)
         if foreign := _foreign(self._sizes(name)):
             raise CheckpointError(

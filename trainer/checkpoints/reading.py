@@ -1,7 +1,7 @@
 """Reads a checkpoint on all ranks. Each byte is read and hashed by exactly one rank.
 
 Rank 0 reads and broadcasts the values that all ranks need. If only shards of tensors are needed, each rank verifies the
-file whose number matches its rank. This file contains the rank's shards if the layout has not changed since the
+file whose number matches its rank. That file contains the rank's shards if the layout has not changed since the
 checkpoint was written. If the number of processes has changed, a rank also reads slices from other files.
 """
 
@@ -95,7 +95,7 @@ def broadcast_contents(
 ) -> dict[str, Any]:
     """Return the contents of rank `source` on every rank. All ranks must call this with their own contents.
 
-    Tensors in `shard_files` are not sent, because each rank reads them from these files.
+    Tensors in `shard_files` are not sent, because each rank reads them from those files.
     """
     # shapes first, so that tensors are sent as bytes, without pickle
     flat = flatten(contents) if ranks.rank == source else FlatState({})

@@ -66,7 +66,7 @@ class Folder(Protocol):
         """Read a checkpoint's manifest and check the sizes of its files. Raises CheckpointError on failure."""
 
     def fetch(self, name: str, content: manifest.Manifest, files: Collection[str]) -> Path:
-        """Return a local folder that contains these files from a checkpoint. The caller must verify the files.
+        """Return a local folder that contains the given files from a checkpoint. The caller must verify the files.
 
         The folder exists for as long as this object does.
         """
@@ -82,7 +82,7 @@ class Folder(Protocol):
         """Replace the index atomically. Raises OSError on failure."""
 
     def require_free_name(self, name: str) -> None:
-        """Raise CheckpointError if something other than a checkpoint has this name."""
+        """Raise CheckpointError if the name is taken by something other than a checkpoint."""
 
     def open_stage(self, name: str, needed: int, run: str) -> str:
         """Create the stage that a checkpoint of about `needed` bytes will be written to. Return the stage's name."""
@@ -183,7 +183,7 @@ class LocalFolder:
         replace_file(self.path / INDEX, index.dump())
 
     def require_free_name(self, name: str) -> None:
-        """Raise CheckpointError if something other than a checkpoint has this name."""
+        """Raise CheckpointError if the name is taken by something other than a checkpoint."""
         path = self.path / name
         if not name:
             raise CheckpointError(f"Expected a checkpoint name, got the folder {str(path)!r}.")
@@ -416,7 +416,7 @@ def replace_file(path: Path, data: bytes) -> None:
 
 
 def require_new(target: Path) -> None:
-    """Raise CheckpointError if a file or folder already has this name."""
+    """Raise CheckpointError if the name is already taken by a file or folder."""
     require_local(target, "The file to write")
     if os.path.lexists(target):
         raise CheckpointError(f"{target} already exists and will not be replaced. Choose another name.")

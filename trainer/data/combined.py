@@ -106,7 +106,7 @@ class CombinedLoader(Iterable[tuple[Any, int, int]]):
                 piece = None if self.mode == "max_size" and number in done else next(iterators[number], _END)
                 if piece is _END:
                     done.add(number)
-                    # in max_size_cycle too, the epoch ends with the longest loader, which is the last one to end
+                    # in max_size_cycle too, the epoch ends with the longest loader, which is exhausted last
                     if self.mode == "min_size" or len(done) == len(self.flattened):
                         return
                     piece = None
@@ -160,7 +160,7 @@ def loaders_in(loader: Any) -> list[Any]:
 def most_batches(loader: Any) -> int | None:
     """Return the maximum number of batches that a loader may yield in an epoch, or None if it has no length.
 
-    With an iterable dataset, each worker of a DataLoader may end with a short batch, which the DataLoader's length does
+    With an iterable dataset, each DataLoader worker may yield a short last batch, which the DataLoader's length does
     not account for.
     """
     if isinstance(loader, CombinedLoader):

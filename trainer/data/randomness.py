@@ -111,7 +111,7 @@ def kept_generators() -> Iterator[None]:
 
 @contextmanager
 def keyed_generators(key: int) -> Iterator[Callable[[Callable[[], Any]], Any]]:
-    """Seed the generators from a key within this context and restore their states when it ends.
+    """Seed the generators from a key within this context and restore their states when it exits.
 
     Yields a function that calls its argument with the outer generators, as if outside the context. The context costs
     about 170 us for Python's, NumPy's and torch's generators together, so it is used only for a replica's step.

@@ -163,7 +163,7 @@ class Deal:
 
     `drop_last` drops the last round unless every replica has a full batch in it. `limit_rounds` ends the epoch early.
     The last step consists of the remaining rounds and may be shorter. If `padded` is true, all replicas have the same
-    number of positions in the last round: the positions added for this purpose (fewer than the number of replicas)
+    number of positions in the last round: the positions added as padding (fewer than the number of replicas)
     repeat the epoch's first samples. If samples are left out, `count` returns the number of remaining samples at
     positions [start, stop), and empty batches are skipped.
     """

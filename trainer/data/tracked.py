@@ -1,7 +1,7 @@
 """DataLoaders over streams. Each batch carries its number of samples and the dataset's state after the batch.
 
 Workers read ahead of training, so only the worker that creates a batch knows the dataset's state at that point. The
-worker sends this state with the batch, as in torchdata's StatefulDataLoader.
+worker sends that state with the batch, as in torchdata's StatefulDataLoader.
 """
 
 from collections.abc import Iterator, Mapping
@@ -56,7 +56,7 @@ class TrackingCollate:
         self.seed()
 
     def go_on(self) -> None:
-        """Restore the dataset to the state where this reader starts, if there is such a state."""
+        """Restore the dataset to the state where this reader starts, if there is one."""
         state = self.starts.get(self.worker)
         if state is not None:
             self.key, self.batches = state["key"], state["batches"]
@@ -119,7 +119,7 @@ class TrackedLoader:
             batch_key: the key under which the main process read that batch.
 
         Workers take turns, always starting with worker 0, so all workers up to the one that created the latest
-        batch start one batch earlier, and these extra batches are dropped. The latest batch must match the saved
+        batch start one batch earlier, and the extra batches are dropped. The latest batch must match the saved
         hashes. It does not match if the dataset keeps samples outside its state, as in a shuffle buffer.
         """
         states = {worker: pair for worker, *pair in saved["states"]}

@@ -184,7 +184,7 @@ class ElasticWorkerGroup(WorkerGroup):
             if worker.rank == member.id:
                 worker.send(signal.SIGKILL)
 
-    # --- the end of a worker ----------------------------------------------------------------------------------------
+    # --- a worker's exit --------------------------------------------------------------------------------------------
     def _record_end(self, worker: Worker, end: "int | Failure") -> None:
         member = self.members[worker.rank]
         if end != 0:

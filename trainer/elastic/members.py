@@ -165,7 +165,7 @@ class ElasticMembership(Membership):
             self.broken = True
             if not isinstance(error, MembershipChanged):  # which all ranks raise together
                 connections.shut_down()
-            # An interrupted update may have changed some weights and cannot be undone. In this case, this process
+            # An interrupted update may have changed some weights and cannot be undone. In that case, this process
             # adopts another process's weights. Otherwise, it repeats the step from its own state.
             optimization = self.trainer.current_run.optimization
             self.consistent = self.consistent and not optimization.updating
@@ -226,7 +226,7 @@ class ElasticMembership(Membership):
             log.info("Step %d: continuing with %d processes.", run.state.global_step, self.place.world_size)
 
     def _next_generation(self) -> Generation:
-        """Wait until all members of the latest generation have arrived, and return this generation."""
+        """Wait until all members of the latest generation have arrived, and return it."""
         seen, generation, began = self.generation.version, self.generation, time.monotonic()
         while True:
             version = self.store.version()
@@ -260,7 +260,7 @@ class ElasticMembership(Membership):
         if world > 1:
             allow_connections(world)
             # A prefix per generation: otherwise gloo would find addresses of an earlier group, and wait for dead
-            # processes (pytorch/pytorch#135712 is this bug in torch's elastic agent).
+            # processes (pytorch/pytorch#135712 is the same bug in torch's elastic agent).
             store = PrefixStore(f"group/{generation.version}", self.store.entries)
             # torch numbers the groups of a process, including failed ones, but all ranks must use the same number
             reset_group_names()

@@ -115,7 +115,7 @@ def transfer_state(
     newest = states[source]
     if not newest.consistent:
         raise WorkerError("No remaining process has consistent weights. Resume from the newest checkpoint.")
-    # rewind to the step to be repeated, before this state is compared with others or sent to them
+    # rewind to the step to be repeated, before the state is compared with others or sent to them
     snapshot.rewind(newest.progress[0], validating)
     metrics.rewind(newest.progress[0])
     # values from another epoch, or logged before this epoch's first step, must not be counted in the continued epoch

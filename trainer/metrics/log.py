@@ -80,7 +80,7 @@ class Metrics:
         self.in_batch = False
         self.first_replica, self.replica, self.samples = 0, 0, 1
         self.step = NO_STEP  # before the first step; -1 is the step of a series without values
-        # `suffix`: added to names logged for one of several evaluation loaders; `loader`: that loader's index
+        # `suffix`: added to names logged for one of multiple evaluation loaders; `loader`: that loader's index
         self.suffix, self.loader = "", 0
         self.batches: dict[str, int] = {}
         # Returns a description of the current stage, for messages
@@ -187,7 +187,7 @@ class Metrics:
         self.pending.append((series, value, weight, self.replica, self.step))
 
     def log_dict(self, values: Mapping[str, Any], batch_size: BatchSize, options: Options) -> None:
-        """Log several values in half the time that separate calls to `log` would take."""
+        """Log multiple values in half the time separate calls to `log` would take."""
         # Checked once for all values: in rarer cases no series is looked up here, and each value goes through `log`.
         is_plain = self.in_step and not (self.muted or self.suffix or options[6])
         open_series = self.series if is_plain and self.series is not None else {}
@@ -278,7 +278,7 @@ class Metrics:
         if len(self.losses) >= PENDING_LIMIT:
             self._first_bad_loss()
 
-    # --- reading: at logging points and at the end of epochs ----------------------------------------------------------
+    # --- reading: at logging points and at the end of each epoch ------------------------------------------------------
     def flush(self) -> None:
         """Add all pending values to their sums, with one transfer per device and dtype."""
         self.count(self.read_pending())
@@ -495,12 +495,12 @@ class Metrics:
         )
 
     def find_series(self, among: dict[str, Series], description: Sequence[Any]) -> Series:
-        """Return the series with this description. If there is none, create an empty one."""
+        """Return the series with the given description. If there is none, create an empty one."""
         key = key_of(description[0], description[-1])
         if key not in among:
             among[key] = series = Series(*description)
             if series.path is not None and series.path not in self.states.by_path:
-                self.states.find_metrics()  # another rank has created and logged this metric
+                self.states.find_metrics()  # another rank has created and logged the metric
             series.metric = self.states.by_path.get(series.path or "")
         return among[key]
 
@@ -515,7 +515,7 @@ class Metrics:
 
     # --- another step, epoch or layout ------------------------------------------------------------------------------
     def rewind(self, step: int) -> None:
-        """Discard values logged in `step` and later, so that the run can repeat these steps."""
+        """Discard values logged in `step` and later, so that the run can repeat them."""
         self.pending = [item for item in self.pending if item[4] < step and item[0].in_step]
         self.losses = [item for item in self.losses if item[1] < step]
         self.step, self.suffix = step - 1 if step else NO_STEP, ""
@@ -544,7 +544,7 @@ class Metrics:
     def take_states(self, by_replica: bool) -> None:
         """Find the task's metric objects. Only the first rank keeps their states from before the run."""
         self.states = self.make_states(self.states.replicas, by_replica)
-        if self.first_replica > 0:  # otherwise these states would count once per rank
+        if self.first_replica > 0:  # otherwise the states would count once per rank
             for metric in self.states.by_path.values():
                 metric.reset()
 
@@ -556,7 +556,7 @@ class Metrics:
     def state_dict(self) -> dict[str, Any]:
         """Return the training epoch's sums so far, across all ranks. All ranks must call this.
 
-        Values that hooks log between steps are omitted, because these hooks run again when the epoch resumes.
+        Values that hooks log between steps are omitted, because those hooks run again when the epoch resumes.
         """
         if self.state_at_end is not None:
             return self.state_at_end

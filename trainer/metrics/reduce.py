@@ -240,7 +240,7 @@ class Exchange:
             for descriptions in self.collectives.gather_objects([row[0].description for row in rows]):
                 for description in descriptions:
                     self.numbers.setdefault(description, len(self.numbers))
-            # doubled, so that a run that keeps adding names needs few of these exchanges
+            # doubled, so that a run that keeps adding names needs few such exchanges
             self.rows = 2 * most if most > self.rows else self.rows
 
 

@@ -3,7 +3,7 @@
 States reduced by sum, concatenation, maximum or minimum can be merged at any time, so a process stores a single state
 for all of its replicas, under its first replica. Other states (dist_reduce_fx "mean", None or a function) can only be
 combined by a metric's `compute`. A task with such a metric, and any task under `reproducible: bitwise`, has one state
-per replica. These are swapped into the metric objects in turn and merged in replica order.
+per replica. The states are swapped into the metric objects in turn and merged in replica order.
 
 States reduced by "mean" are weighted by their number of updates, as in torchmetrics' `forward`. The result matches a
 single-process run if all updates have the same size. States that were never updated are ignored.

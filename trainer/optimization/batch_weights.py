@@ -66,7 +66,7 @@ class BatchWeights:
         return self.factor(weight, step)
 
     def factor(self, weight: Any, step: StepInput) -> Any:
-        """Return the factor for the loss of a batch with this weight."""
+        """Return the factor for the loss of a batch with the given weight."""
         return weight * (self.strategy.loss_scale / step.samples * self._scale())
 
     def divide_gradients(self, step: StepInput) -> Tensor | float:
@@ -108,7 +108,7 @@ class BatchWeights:
         return self.state.weight_scale or FIRST_SCALE
 
     def _settle(self, weight_of_sample: float) -> None:
-        """Record that batches have weights, and how large these weights are.
+        """Record that batches have weights, and how large the weights are.
 
         Raises TaskError for invalid weights.
         """

@@ -30,8 +30,8 @@ def numerics(
 ) -> dict[str, Any]:
     """Return every setting that affects the low-order bits of a result, except the order of additions.
 
-    Results have been observed to change bitwise with the number of threads, the instruction set, and the choice of
-    `fused` or `foreach` optimizers.
+    Results have been observed to change bitwise with the number of threads, the instruction set, and whether `fused` or
+    `foreach` optimizers are used.
 
     Args:
         options: the value of trainer.compile.
@@ -74,7 +74,7 @@ def require_same_ranks(by_rank: Sequence[Mapping[str, Any]]) -> None:
 def compile_in_place(task: nn.Module, options: bool | Mapping[str, Any]) -> None:
     """Compile the task's forward method and direct children in place, so that state_dict names don't change.
 
-    If class names are given as `blocks`, compile the modules of these classes instead. Identical blocks share one
+    If class names are given as `blocks`, compile the modules of those classes instead. Identical blocks share one
     compilation. The steps are not compiled, because logging breaks the graph. Raises ConfigError for a class name that
     matches no module, or an option that torch.compile does not recognize.
     """
@@ -152,7 +152,7 @@ def read_compile(options: bool | Mapping[str, Any]) -> tuple[list[str] | None, d
 
 
 def modules_named(task: nn.Module, names: str | Sequence[str], option: str) -> list[nn.Module]:
-    """Return the modules whose class or base class has one of these names, outer modules first.
+    """Return the modules whose class or base class has one of the given names, outer modules first.
 
     Raises ConfigError if a name matches no module. The error shows `option` and suggests the most similar class names.
     """

@@ -90,7 +90,7 @@ class Optimization:
         self.watches_losses = trainer.nan == "raise" or (trainer.nan == "skip" and scaled)
         # Index and share of each loss of the latest step, if a closure returns them; else None
         self.losses: list[tuple[int, Tensor]] | None = [] if self.own_optimizer_step else None
-        # With several losses, the parameters that each loss's gradient reaches; None: all
+        # With multiple losses, the parameters that each loss's gradient reaches; None: all
         self.loss_inputs: list[list[nn.Parameter] | None] = [None]
         if self.automatic and len(self.optimizers) > 1 and not self.strategy.takes_one_loss:
             # otherwise, as in a GAN, the gradient of one network's loss would reach the other network
@@ -369,7 +369,7 @@ class Optimization:
             return None if is_old else metrics[config.monitor]  # each value counts once
         if config.strict:
             name = str(config.monitor)
-            # this mistake only shows at the end of an epoch: save the work until then
+            # the mistake only shows at the end of an epoch: save the work until then
             if self.trainer.checkpoint_callback is not None:
                 self.trainer.checkpoint_callback.save(self.trainer, always=True)
             raise ConfigError(
@@ -465,7 +465,7 @@ class Optimization:
 
 
 def forwarding(name: str) -> Callable[..., Any]:
-    """Return a method that calls the wrapped optimizer's method with this name."""
+    """Return a method that calls the wrapped optimizer's method with the given name."""
 
     def call(self: "ManualOptimizer", *arguments: Any, **options: Any) -> Any:
         return getattr(self.optimizer, name)(*arguments, **options)

@@ -42,7 +42,7 @@ def to_training(optimizer: Any) -> None:
     """Switch an optimizer with modes back to exactly the weights it trains."""
     optimizer.train()
     for parameter in optimizer_parameters(optimizer):
-        # train() recomputes them with rounding, so that validations and resumes would change the run
+        # train() recomputes them with rounding, so that validating or resuming would change the run
         trained = optimizer.state.get(parameter, {}).pop(TRAINED, None)
         if trained is not None:
             parameter.copy_(trained)

@@ -17,7 +17,7 @@ def set_training_mode(task: nn.Module) -> list[str]:
     for name, module in task.named_modules():
         if not module.training and is_trained(module):
             names.append(name or type(task).__name__)
-            module.train()  # the module may override this method, to keep some submodules in evaluation mode
+            module.train()  # the module may override `train`, to keep some submodules in evaluation mode
             for kept, mode in frozen:
                 kept.training = mode
     return names

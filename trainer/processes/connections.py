@@ -1,6 +1,6 @@
 """Connections of process groups: the TCP sockets opened while the groups are being created.
 
-gloo takes 10 ms to close each of a group's sockets, one after another. If a rank dies, a waiting rank learns of this
+gloo takes 10 ms to close each of a group's sockets, one after another. If a rank dies, a waiting rank learns of it
 only after the neighbor that is waiting for the dead rank has closed its sockets. For n ranks, this would take 5 n² ms
 (20 s for 64 ranks).
 """

@@ -1,4 +1,4 @@
-"""Ends a worker: writes its report, and kills a process whose main thread hangs."""
+"""Terminates a worker: writes its report, and kills a process whose main thread hangs."""
 
 import multiprocessing
 import os
@@ -12,7 +12,7 @@ _report: Path | None = None
 
 
 def set_report_file(path: Path) -> None:
-    """Set the file where this worker reports how it ended."""
+    """Set the file where this worker reports how it exited."""
     global _report
     _report = path
 
@@ -53,7 +53,7 @@ def leave(code: int, end: "int | Failure") -> NoReturn:
         os.write(2, f"{text}\nThe report for the launcher cannot be written: {error}\n".encode())
     for child in multiprocessing.active_children():
         child.kill()
-    # not sys.exit, which raises only in this thread and joins threads that may never end
+    # not sys.exit, which raises only in this thread and joins threads that may never exit
     os._exit(code)
 
 

@@ -1,6 +1,6 @@
 """Pauses before a fork and at exit, to let gloo's and NCCL's threads release the interpreter.
 
-These threads acquire a thread state from the interpreter when they drop the last reference to a tensor. Up to CPython
+The threads acquire a thread state from the interpreter when they drop the last reference to a tensor. Up to CPython
 3.12, a child process forked at that moment, such as a loader worker, inherits the interpreter's lock in the
 locked state and hangs before it executes its first line. With two ranks on two busy cores, one in 1,500 forks made
 shortly after a collective hung, and a run that restarted its loader workers in each epoch froze after 32 epochs. At

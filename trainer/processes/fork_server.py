@@ -1,6 +1,6 @@
 """Blocks termination signals in multiprocessing's fork server and in new workers. Imported only by the fork server.
 
-A scheduler sends its signals to every process in a job. A signal could end the server while it is forking a worker,
+A scheduler sends its signals to every process in a job. A signal could kill the server while it is forking a worker,
 whose exit code would then be unknown. A worker that is being forked could also miss a signal. Therefore, the server and
 its new workers block the termination signals. The server never receives them; it exits along with the process that
 started it. A worker unblocks them after the fork.
@@ -17,7 +17,7 @@ _handles_ctrl_c = signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
 
 
 def _let_through() -> None:
-    """Unblock termination signals in a new worker and let Ctrl-C end it. Does nothing in the worker's children."""
+    """Unblock termination signals in a new worker and let Ctrl-C terminate it. Do nothing in its children."""
     if _blocked:
         if _handles_ctrl_c:
             signal.signal(signal.SIGINT, signal.SIG_DFL)

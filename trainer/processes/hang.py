@@ -94,7 +94,7 @@ class Board:
         return bool(self._ask("add", alarm, 1) == 1)
 
     def has(self, alarm: str) -> bool:
-        """Return whether any rank has raised this alarm."""
+        """Return whether any rank has raised the alarm."""
         return bool(self._ask("check", [alarm]))
 
     def _ask(self, method: str, *arguments: Any) -> Any:
@@ -238,7 +238,7 @@ class Watchdog:
         return all_wait and any("called in" in position["where"] for position in positions)
 
     def _end(self, stalled: float) -> None:
-        """Write the stacks and end the process with an error that lists the positions of all ranks."""
+        """Write the stacks and terminate the process with an error that lists the positions of all ranks."""
         position = self._position(stalled, writes_stacks=True)
         head = f"No progress for {self.end_after:g} s (trainer.hang_timeout)."
         message, is_first = self._message_of_all("end", position, head)
@@ -279,7 +279,7 @@ class Watchdog:
     def require_all_leave(self, batch_idx: int) -> None:
         """Wait until every rank leaves the epoch at this step. Raises DisagreementError if a rank continues.
 
-        A rank that continues will wait for the others in its backward pass, and its watchdog reports this on the board.
+        A rank that continues will wait for the others in its backward pass, and its watchdog reports it on the board.
         """
         notes, waiting = self._wait_for_all("leave", "left")
         if waiting:
@@ -306,7 +306,7 @@ class Watchdog:
             )
 
     def _wait_for_all(self, event: str, note: str) -> tuple[list[str | None], str]:
-        """Wait until every rank has reported this event at this step, or until a rank is waiting elsewhere.
+        """Wait until every rank has reported the event at the step, or until a rank is waiting elsewhere.
 
         Return each rank's note (None if it has none), and a description of the rank that is waiting elsewhere, or "".
         """
@@ -423,7 +423,7 @@ class Watchdog:
             board.write(alarm, position)
             positions = board.read_all(alarm, "done")
             message = self._message({rank: positions.get(rank) for rank in range(board.size)}, head)
-            # the store ends with rank 0, which therefore waits until the first rank has read the positions
+            # the store goes down with rank 0, which therefore waits until the first rank has read the positions
             if is_first:
                 board.is_first(f"{alarm} read")
             _await(lambda: board.has(f"{alarm} read"))

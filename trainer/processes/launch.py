@@ -46,7 +46,7 @@ PRELOAD += ["legato.trainer.trainer", "legato.trainer.strategies.ddp"]
 PRELOAD.insert(0, f"{__package__}.fork_server")  # before the slow imports, because it blocks signals in the server
 _CAUSE_WAIT = 2.0  # seconds for the rank that caused a broken connection to report the cause
 _GRACE = 5.0  # seconds between SIGTERM and SIGKILL: a process waiting in a collective does not handle SIGTERM
-_ALIVE_TIMEOUT = 3.0  # seconds without a touch of its alive file after which a worker that should end is killed
+_ALIVE_TIMEOUT = 3.0  # seconds without a touch of its alive file after which a worker that should exit is killed
 _DUMPING = 0.5  # seconds for that worker to write its stacks first
 _INTERRUPT_GRACE = 60.0  # seconds for workers after Ctrl-C: they may be writing a checkpoint
 _RESUME_GRACE = 15.0  # seconds for workers after one has saved and exited to be resumed
@@ -63,7 +63,7 @@ def warm_up(more: Sequence[str] = ()) -> None:
 
 
 def warm_up_for(strategy: str, arguments: Mapping[str, Any]) -> None:
-    """Start the fork server for a run with this strategy and these Trainer arguments.
+    """Start the fork server for a run with the given strategy and Trainer arguments.
 
     The server also imports torch's compiler if every worker would, because importing it takes as long as importing
     torch.
@@ -86,8 +86,8 @@ def launch_workers(
 
     A worker calls the result of `enter(attempt, rank)` before it unpickles `function`. `make_group` creates a group
     that survives a worker's failure. A worker that does not respond to SIGTERM or SIGHUP within `signals.GRACE`
-    seconds ends itself or is killed. A second Ctrl-C ends all workers immediately. This function returns only after all
-    workers have exited.
+    seconds terminates itself or is killed. A second Ctrl-C terminates all workers immediately. This function
+    returns only after all workers have exited.
 
     Raises the exception of the first worker to fail. Its cause is a WorkerError with the worker's traceback. If the
     exception cannot be unpickled, raises only the WorkerError. Raises SystemExit(75) if the workers asked to be
@@ -140,7 +140,7 @@ def _write_payload(path: Path, function: Callable[[], Any]) -> None:
 
 @dataclass(eq=False)
 class Worker:
-    """A worker process and the file where it reports how it ended."""
+    """A worker process and the file where it reports how it exited."""
 
     rank: int
     process: Any
@@ -169,7 +169,7 @@ class Worker:
             return False
 
     def read_end(self) -> "int | Failure":
-        """Return how the process ended: 0, RESUME_ME or a Failure."""
+        """Return how the process exited: 0, RESUME_ME or a Failure."""
         self.process.join()
         if self.report.exists():
             end: int | Failure = unpack(self.report)
@@ -206,7 +206,7 @@ class SignalRelay:
         due_at = float("inf")
         if number == signal.SIGINT:
             self.interrupted_at = min(self.interrupted_at, now)
-            # workers finish a checkpoint before a second Ctrl-C ends them, and detect a press that arrives twice
+            # workers finish a checkpoint before a second Ctrl-C terminates them, and detect a press that arrives twice
             due_at = due_at if is_first else now
         elif number != signal.SIGUSR1:
             due_at = now + signals.GRACE
@@ -263,10 +263,10 @@ class WorkerGroup:
             worker.send(number)
 
     def watch(self) -> None:
-        """Wait until all workers have exited. End the remaining workers if one fails, or a while after Ctrl-C."""
+        """Wait until all workers have exited. Terminate the remaining workers if one fails, or a while after Ctrl-C."""
         is_killed = False
         while self._is_running():
-            # returns as soon as a process ends
+            # returns as soon as a process exits
             ended = connection.wait([worker.process.sentinel for worker in self.running], timeout=self._pause())
             for worker in self.running:
                 if worker.process.sentinel in ended:
@@ -296,7 +296,7 @@ class WorkerGroup:
         """Hook that `watch` calls at each pause, for subclasses to override."""
 
     def _due_at(self) -> float:
-        """Return the time at which workers that are still running must be stopped."""
+        """Return the time when workers that are still running must be stopped."""
         due_at = self._relay.interrupted_at + _INTERRUPT_GRACE
         if self._preempted_at is not None:
             due_at = min(due_at, self._preempted_at + _RESUME_GRACE)
@@ -380,7 +380,7 @@ class _Streams:
         return copies
 
     def adopt(self) -> None:
-        """Use these streams in this process."""
+        """Use the given streams in this process."""
         for number, copy in self.__dict__.items():
             descriptor = copy.detach()
             if descriptor != int(number):  # a spawned process inherits the same numbers
@@ -421,7 +421,7 @@ def _serve(report: Path, streams: _Streams, enter: Callable[[], None]) -> None:
             for stream in (sys.stdout, sys.stderr):
                 if stream is not None:
                     stream.flush()
-        # skips the exit handlers of threading and multiprocessing, which join threads that may never end
+        # skips the exit handlers of threading and multiprocessing, which join threads that may never exit
         leave(RESUME_ME if end == RESUME_ME else 1, end)
 
 
@@ -479,7 +479,7 @@ def _read_payload(path: Path) -> tuple[frozenset[str], Callable[[], Any]]:
 
 
 def _exit_with_caller(folder: Path) -> None:
-    """Wait until the caller of `launch_workers` has exited, then end this process and its children."""
+    """Wait until the caller of `launch_workers` has exited, then terminate this process and its children."""
     caller = multiprocessing.parent_process()
     assert caller is not None
     caller.join()

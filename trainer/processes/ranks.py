@@ -187,7 +187,7 @@ class Timeouts:
     """Timeouts for collectives in each phase, and the current phase.
 
     `startup` lasts from the rendezvous to the first step, which compiles kernels and fills loaders; `step` covers
-    training and its validations; `checkpoint` covers a save, during which other ranks wait for rank 0.
+    training, including validation runs; `checkpoint` covers a save, during which other ranks wait for rank 0.
     """
 
     def __init__(self, wanted: Timeout) -> None:

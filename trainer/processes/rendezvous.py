@@ -110,7 +110,7 @@ def tell_failure(text: str, by_user: bool) -> None:
     Args:
         by_user: True if the user caused the failure. The other ranks then raise ConfigError instead of WorkerError.
 
-    Does nothing after a rendezvous, or under torchrun, which ends the other ranks itself.
+    Does nothing after a rendezvous, or under torchrun, which terminates the other ranks itself.
 
     Raises ConfigError if no store is available within LEAVE_SECONDS.
     """
@@ -140,7 +140,7 @@ def telling_failure(store: "Store", rank: int, world_size: int) -> Iterator[None
     """Report connection failures to all ranks: if any rank cannot connect in this context, all ranks exit.
 
     Otherwise, the other ranks would wait for the startup timeout to expire. If this rank cannot connect, raises
-    WorkerError with gloo's error and advice. If another rank reports a failure, ends this process.
+    WorkerError with gloo's error and advice. If another rank reports a failure, terminates this process.
     """
     connected = threading.Event()
     connection = store.clone()  # type: ignore[attr-defined]  # the main thread's connection serves one call at a time
@@ -161,7 +161,7 @@ def telling_failure(store: "Store", rank: int, world_size: int) -> Iterator[None
 
 
 def _end_with_others(store: "Store", connected: threading.Event, rank: int, world_size: int) -> None:
-    """End this process if a rank reports that it cannot connect, or if rank 0, which serves the store, has exited."""
+    """Terminate this process if a rank cannot connect, or if rank 0, which serves the store, has exited."""
     while not connected.wait(0.5):
         try:
             if not store.check(["failed"]):
@@ -303,7 +303,7 @@ def join_process_group(
         allow_connections(place.world_size)
     address, store = find_store(place, timeout, init_method)
     bound = device if ":" in backend else None  # gloo alone uses only the host
-    # not under torchrun, whose agents end each other's ranks
+    # not under torchrun, whose agents terminate each other's ranks
     several = place.origin != "torchrun" and not _find_rendezvous(place, init_method).one_node
     telling = telling_failure(store, place.rank, place.world_size) if several else nullcontext()
     with connections.noting(), telling:

@@ -1,4 +1,4 @@
-"""Handles signals that ask a process to end: handlers, deadlines and exit codes."""
+"""Handles signals that ask a process to exit: handlers, deadlines and exit codes."""
 
 import faulthandler
 import os
@@ -24,13 +24,13 @@ END_SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP
 
 @contextmanager
 def handling_end_signals(handler: Callable[[int], None], watch: "SignalWatch | None" = None) -> Iterator[None]:
-    """Call `handler` for signals that ask this process to end. Does nothing outside the main thread.
+    """Call `handler` for signals that ask this process to exit. Does nothing outside the main thread.
 
-    `watch` ends the process if it does not respond to a signal. If `watch` is None, the outer context's watch is
+    `watch` terminates the process if it does not respond to a signal. If `watch` is None, the outer context's watch is
     suspended.
 
     Signals that were already ignored, such as SIGINT in a shell's background job, remain ignored. Forked children use
-    the default handlers, because their parent ends them with signals.
+    the default handlers, because their parent terminates them with signals.
     """
     previous = {}
     process = os.getpid()
@@ -49,7 +49,7 @@ def handling_end_signals(handler: Callable[[int], None], watch: "SignalWatch | N
         if threading.current_thread() is threading.main_thread():
             if watch is not None:
                 stack.enter_context(watch)
-            else:  # a watch of an outer context would end this process while its workers are still saving
+            else:  # a watch of an outer context would terminate this process while its workers are still saving
                 stack.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(-1))
             for number in END_SIGNALS:
                 if signal.getsignal(number) is not signal.SIG_IGN:
@@ -99,7 +99,7 @@ os.register_at_fork(after_in_child=_forget)
 
 
 class SignalWatch:
-    """Ends this process on a second Ctrl-C, or if it has not responded to SIGTERM or SIGHUP within GRACE seconds.
+    """Terminates this process on a second Ctrl-C, or if it has not responded to SIGTERM or SIGHUP within GRACE seconds.
 
     A save in progress is allowed to finish first, unless it gets stuck. Use the watch as a context manager in the main
     thread. In other threads, it does nothing.
@@ -109,8 +109,8 @@ class SignalWatch:
         """Prepare to watch for signals.
 
         Args:
-            attends: True if this process handles SIGTERM and SIGHUP. If False, these signals end the process without
-                involving the watch.
+            attends: True if this process handles SIGTERM and SIGHUP. If False, those signals terminate the process
+                without involving the watch.
         """
         self.attends = attends
         self.nothing_to_save = True
@@ -164,7 +164,7 @@ class SignalWatch:
             self.signal_to_answer, self.received_at = number, now
 
     def end_if_due(self) -> None:
-        """End this process if the time is up."""
+        """Terminate this process if the time is up."""
         number = self._due()
         if number and not self.ended:
             self.ended = True
@@ -190,8 +190,8 @@ class SignalWatch:
             self.end_if_due()
 
     def _due(self) -> int:
-        """Return the signal that requires this process to end now, or 0 if there is none."""
-        # finish a save rather than end early, but do not wait for a save without progress
+        """Return the signal that requires this process to exit now, or 0 if there is none."""
+        # finish a save rather than exit early, but do not wait for a save without progress
         if SAVES.has_progressed(GRACE) or (SAVES.under_way and self._waits_for_ranks()):
             return 0
         if len(self.presses) > 1:

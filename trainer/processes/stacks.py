@@ -117,7 +117,7 @@ def collective_of(stack: list[Frame]) -> str | None:
 
 
 def _is_outside_loader(stack: list[Frame]) -> bool:
-    """Return whether the loader on this stack has called the user's code."""
+    """Return whether the loader on the stack has called the user's code."""
     for frame in stack:
         if frame.is_in("torch/utils/data/dataloader"):
             return False
@@ -142,7 +142,7 @@ def worker_stacks(dump: IO[str]) -> list[str]:
     """Return the stacks of this process's loader workers, which write them to `dump` on request."""
     stacks = []
     for child in multiprocessing.active_children():
-        # the signal would end the user's own children, which have no handler
+        # the signal would kill the user's own children, which have no handler
         if child.pid is not None and _answers(child.pid):
             # all forked workers inherit the same open file, and share its offset
             os.ftruncate(dump.fileno(), 0)

@@ -112,7 +112,7 @@ def unpack(path: Path, index: int = 0) -> Any:
 def pickled_by_value() -> Iterator[frozenset[str]]:
     """In this context, pickle by value the objects of modules workers cannot import. Yields the modules' names.
 
-    These modules are the caller's script or notebook, and modules that a tool loaded from a file (as in pytest's
+    Those modules are the caller's script or notebook, and modules that a tool loaded from a file (as in pytest's
     importlib mode).
     """
     registered = cloudpickle.list_registry_pickle_by_value()
@@ -141,7 +141,7 @@ def _module_files() -> dict[str, str]:
 
 
 def _is_importable(name: str, file: str) -> bool:
-    """Return whether a new interpreter would import this file under this name."""
+    """Return whether a new interpreter would import the file under the given name."""
     spec = _find_spec(name)
     return spec is not None and spec.origin is not None and Path(spec.origin).resolve() == Path(file).resolve()
 
@@ -153,7 +153,7 @@ def _find_spec(name: str) -> ModuleSpec | None:
     path = package.submodule_search_locations if package else None
     if parent and path is None:
         return None
-    # not importlib.util.find_spec, which looks into sys.modules: a worker has not imported these modules
+    # not importlib.util.find_spec, which looks into sys.modules: a worker has not imported the modules
     for finder in sys.meta_path:
         find = getattr(finder, "find_spec", None)
         spec = find(name, path) if find else None
@@ -174,7 +174,7 @@ def _place(name: str, module: str, make: Callable[..., type], arguments: tuple[A
 
 
 def _import_or_make(name: str) -> ModuleType:
-    """Return the module with this name. If there is none, create an empty module and any missing parent packages."""
+    """Return the module with the given name. If there is none, create an empty one and any missing parent packages."""
     parent, _, _ = name.rpartition(".")
     if parent and _find_spec(parent) is None:
         _import_or_make(parent)

@@ -43,7 +43,7 @@ class CheckpointFormat(Protocol):
         Args:
             path: path of the checkpoint, which has not been verified yet.
             ranks: the run's processes.
-            names: names in the task's state dict. Files from other programs may add a prefix to these names.
+            names: names in the task's state dict. Files from other programs may add a prefix to the names.
             in_parts: keys of contents for which a rank needs only its slices of sharded tensors. Returning full tensors
                 is also allowed.
 
@@ -77,5 +77,5 @@ class DirectoryFormat:
             return read_contents(file, names)
 
     def remove(self, path: Location, run: str) -> None:
-        """Delete the directory if its manifest contains the id of this run."""
+        """Delete the directory if its manifest contains this run's id."""
         storage.remove(path, run)

@@ -38,7 +38,7 @@ def contents(trainer: "Trainer", weights_only: bool) -> dict[str, Any]:
         require_step_done(trainer)
         trainer.state.elapsed = trainer.elapsed  # a plain number; the trainer measures it with a clock
         if run.optimization.has_plateau_by_steps and trainer.state.plateau_step < trainer.state.global_step:
-            run.optimization.publish_newest()  # the pending plateau step uses these values after a resume
+            run.optimization.publish_newest()  # the pending plateau step uses the values after a resume
         samples: dict[str, Any] = run.loop.samples_of_epoch or run.data.samples
         settings = run.fingerprint | below("samples", samples) | below("numerics", run.numerics)
         if run.data.training is not None and run.data.training.content:

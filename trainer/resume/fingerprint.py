@@ -4,7 +4,7 @@
     training.*, schedulers.0.*   other settings that affect training
     optimizers.0.groups.1.lr     settings of parameter groups, restored from the checkpoint on resume
     numerics.*                   settings and versions that affect the low-order bits of a result
-    data.content                 content of the first batch that the run read; this batch is read again on resume
+    data.content                 content of the first batch that the run read, which is read again on resume
 
 On resume, the checkpoint's fingerprint is compared with the current fingerprint (`compare`). Names that appear in only
 one of the fingerprints are not reported.
@@ -204,7 +204,7 @@ def _flat(value: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def _plain_or_missing(value: Any) -> Any:
-    """Convert a number, a string or a container of these to plain values. Return MISSING for anything else."""
+    """Convert a number, a string or a container of them to plain values. Return MISSING for anything else."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:  # a learning rate may be a tensor
         return value.item()
     if isinstance(value, PLAIN):
@@ -256,6 +256,6 @@ def is_elsewhere(saved: Mapping[str, Any]) -> bool:
 
 
 def follows_schedule(name: str, rescheduled: Collection[int]) -> bool:
-    """Return whether a new schedule determines this setting of a parameter group."""
+    """Return whether a new schedule determines the setting of a parameter group."""
     section, index, *_, setting = name.split(".")
     return section == "optimizers" and int(index) in rescheduled and setting in SCHEDULED

@@ -30,8 +30,8 @@ log = logging.getLogger("legato")
 def start_state(trainer: "Trainer", saved: Mapping[str, Any] | None) -> None:
     """Set the trainer's state to that of a new run or a checkpoint.
 
-    A resumed run keeps its seed: if the trainer has a different seed, a message says that this seed is ignored. Raises
-    ConfigError if the trainer has a different number of replicas.
+    A resumed run keeps its seed: if the trainer has a different one, a message says that the trainer's is ignored.
+    Raises ConfigError if the trainer has a different number of replicas.
     """
     state, asked, processes = trainer.state, trainer.replicas, trainer.strategy.data_ranks.size
     if saved is not None and "state" in saved:

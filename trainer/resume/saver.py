@@ -117,7 +117,7 @@ class Saver:
         self.trainer.strategy.collectives.from_first(hold)
 
     def release(self, *folders: Location) -> None:
-        """Release the locks on these folders, by default on all folders."""
+        """Release the locks on the given folders, by default on all folders."""
         for folder in [folder.resolve() for folder in folders] or list(self.locks):
             if folder in self.locks:
                 self.locks.pop(folder).release()
@@ -141,7 +141,7 @@ class Saver:
         if folder is None or self._run_dir is None:
             return
         with suppress(OSError):
-            # compare identities, because another run may have created a new folder with this name
+            # compare identities, because another run may have created a new folder with the same name
             if os.path.samestat(folder.stat(), self._run_dir):
                 return
         raise run_directory_gone(folder)
@@ -180,7 +180,7 @@ class Saver:
             if trainer.strategy.task is None:
                 self._write(path, contents_after_workers(trainer, weights_only), False)
                 return
-            # The values of this step are logged before its checkpoint is saved. If the run is killed in between, no
+            # This step's values are logged before its checkpoint is saved. If the run is killed in between, no
             # logged values are lost or logged twice after a resume.
             if trainer.training and trainer.global_step and trainer.current_run.schedule.is_point():
                 trainer.log_step()
@@ -199,7 +199,7 @@ class Saver:
         if trainer.is_global_zero:
             if isinstance(self.format, DirectoryFormat):  # another format may be able to store them
                 tell_left_out({"": run.task, "datamodule_": run.datamodule}, saved)
-            # a resumed run treats these points as logged, so they must be on disk before the checkpoint
+            # a resumed run treats the points as logged, so they must be on disk before the checkpoint
             with self.writing():
                 for logger in trainer.loggers:
                     logger.save()
@@ -254,7 +254,7 @@ class Saver:
         if self.trainer.running:
             self.require_run_dir()
         # `join`, not `wait`, which raises: this save may be the last chance (after SIGTERM), so an earlier error is
-        # raised only after this save. First, because a background save also checks the locks.
+        # raised only after it. First, because a background save also checks the locks.
         self.writer.join()
         self._check_locks()
         # the background writer writes only directories; another format is written in the foreground

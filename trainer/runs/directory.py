@@ -93,7 +93,7 @@ class RunDirectory:
         state = str(self.status.get("state", "unknown"))
         if state not in (STARTING, RUNNING):
             return state
-        # This state was written at the start. A killed process could not update it, but no longer holds the lock.
+        # That state was written at the start. A killed process could not update it, but no longer holds the lock.
         is_running = is_held(self.path) and holder_of(self.path).get("stage") == self.status.get("stage")
         return RUNNING if is_running else FAILED
 
@@ -300,7 +300,7 @@ def _walk(folder: str) -> Iterator[Path]:
 def find_run(run: "str | os.PathLike[str]", root: "str | os.PathLike[str]" = ROOT) -> RunDirectory:
     """Find a run by its path, its address, the path of a file in it, or its name under `root`.
 
-    If multiple runs have this name, return the newest. If there is no such run, raises a ConfigError that suggests
+    If multiple runs have that name, return the newest. If there is no such run, raises a ConfigError that suggests
     the most similar name.
     """
     word, named, root = os.fspath(run), _readable(run), _readable(root)
@@ -309,7 +309,7 @@ def find_run(run: "str | os.PathLike[str]", root: "str | os.PathLike[str]" = ROO
             require_readable(path)
             base = root if root in path.parents else path
             runs = find_runs(path)
-            # runs with this name come before runs in deeper folders, such as the trials of a sweep
+            # runs with the given name come before runs in deeper folders, such as the trials of a sweep
             runs = [run for run in runs if run.path.parent == path] or runs
             if runs:
                 # a run that was passed by its own path gets the name name/version_N

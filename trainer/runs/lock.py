@@ -30,7 +30,7 @@ END_WAIT, RELEASE_WAIT = 1.0, 5.0
 
 
 class RunLock:
-    """Exclusive right to write to a folder, from `take` to `release`. Forked children do not inherit this right."""
+    """Exclusive right to write to a folder, from `take` to `release`. Forked children do not inherit that right."""
 
     def __init__(self, folder: Path, stage: str) -> None:
         self.folder, self.path, self.stage = folder, folder / LOCK, stage
@@ -155,7 +155,7 @@ def is_alive(holder: dict[str, Any]) -> bool | None:
         return False
     except OSError:  # the process belongs to another user
         return True
-    # a process id may be reused, but not with the same start time; a zombie has ended
+    # a process id may be reused, but not with the same start time; a zombie has exited
     state, since = _state_and_start(pid)
     return since == holder.get("started") and state not in ("Z", "X")
 

@@ -30,7 +30,7 @@ EXCLUSIVE = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "memory"}
 class ObjectLock:
     """Exclusive right to write to a folder in a store, from `take` to `release`.
 
-    Forked children do not inherit this right.
+    Forked children do not inherit that right.
     """
 
     def __init__(self, folder: str, stage: str) -> None:

@@ -34,7 +34,7 @@ log = logging.getLogger("legato")
 
 
 def versions(root: Location, name: str) -> list[Path]:
-    """Return the run directories with this name, oldest first. For an object store, these are local folders."""
+    """Return the run directories with the given name, oldest first. For an object store, these are local folders."""
     folder = root / name
     if isinstance(folder, Address):
         directories = [local_folder(folder / name) for name in remote.names_in(folder) if VERSION.fullmatch(name)]
@@ -59,7 +59,7 @@ def create(root: Location, name: str, identity: str, stage: str) -> Path:
     if isinstance(root, Address):
         number, record = _next_number(root, name), json.dumps(run_file.new_run(identity, stage)).encode()
         while (directory := remote.make(root / name / f"version_{number}", record)) is None:
-            number += 1  # another run took this number a moment ago
+            number += 1  # another run took the number a moment ago
         return directory
     directory = make_folder(root, name)
     run_file.create(directory, identity, stage)
@@ -79,7 +79,7 @@ def make_folder(root: Path, name: str) -> Path:
                 raise ConfigError(
                     f"{path} is not a folder, so the run cannot use it. Move it, or set run.root to another folder."
                 ) from None
-            number += 1  # another run took this number a moment ago
+            number += 1  # another run took the number a moment ago
             continue
         except OSError as error:
             raise ConfigError(
@@ -99,7 +99,7 @@ def _next_number(root: Location, name: str) -> int:
 
 
 def _require_text(root: Path) -> None:
-    """Raise ConfigError if the path is not valid text in this locale, because TensorBoard and JSON cannot store it."""
+    """Raise ConfigError if the path is not valid text in the locale, because TensorBoard and JSON cannot store it."""
     try:
         str(root.absolute()).encode()
     except UnicodeEncodeError:
@@ -167,7 +167,7 @@ def run_of(checkpoint: Location, root: Location, name: str) -> Path | None:
 
 
 def newest_to_resume(root: Location, name: str) -> Path | None:
-    """Return the newest run directory with this name whose run has a checkpoint.
+    """Return the newest run directory with the given name whose run has a checkpoint.
 
     The checkpoint may also be in the `dirpath` of a callback. It is not verified here, because callers need the run's
     config first. `StoredRun.to_resume` verifies it.
@@ -190,7 +190,7 @@ FRESH = "Set checkpoint=none to use new weights."
 
 @dataclass(frozen=True)
 class StoredRun:
-    """The run in `directory`, or the newest run with this name that has a complete checkpoint.
+    """The run in `directory`, or the newest run with that name that has a complete checkpoint.
 
     A single process chooses the run for all ranks: rank 0, or the process that starts the workers.
     """
@@ -216,8 +216,8 @@ class StoredRun:
         """Lock the run directory to resume. Return the directory and the checkpoint to resume from, or None for both.
 
         `hold` and `release` lock and unlock a run directory. The run may also have saved checkpoints in `folders`.
-        Raises ConfigError if a run is still writing to the directory, or to a newer directory with this name that has
-        no checkpoint yet.
+        Raises ConfigError if a run is still writing to the directory, or to a newer directory with the same name
+        that has no checkpoint yet.
         """
         directory = checkpoint = None
         for candidate in self.directories():

@@ -116,7 +116,7 @@ def store_config(directory: Path, config: str, explicit: str | None) -> None:
 
 
 def is_stored(directory: Path, config: str) -> bool:
-    """Return whether this config is stored in a run directory."""
+    """Return whether the config is stored in a run directory."""
     try:
         return (directory / CONFIG).read_text(encoding="utf-8") == config
     except (OSError, UnicodeDecodeError):
@@ -124,7 +124,7 @@ def is_stored(directory: Path, config: str) -> bool:
 
 
 def note_epoch(directory: Path, epoch: int, step: int) -> None:
-    """Record in a run directory that an epoch started after this step."""
+    """Record in a run directory that an epoch started after the given step."""
     if not identity_of(directory):
         return
     # a full disk must not end the training; if the line is missing, `legato samples` raises an error
@@ -205,7 +205,7 @@ def code_of(folder: Path, base: str = "HEAD") -> dict[str, Any] | None:
     """Return the root, commit and branch of a folder's git repository, if there is one, and its changes since `base`.
 
     "diff" contains the changed files and new .py files, as input for `git apply`. It is None if there are no changes,
-    if the diff is larger than LARGEST_DIFF bytes, or if git took too long. "changed" lists the names of these files.
+    if the diff is larger than LARGEST_DIFF bytes, or if git took too long. "changed" lists the names of those files.
     """
     deadline = time.monotonic() + GIT_SECONDS
     places = ("--show-toplevel", "--git-path", "index", "--git-path", "objects")
@@ -249,7 +249,7 @@ def _git(
     # no optional locks: the user may run a git command at the same time, which must not find the index locked
     options = ("--no-optional-locks", "-c", "core.fsmonitor=false", "-c", "core.quotePath=false")
     command = ["env", *(f"{name}={value}" for name, value in variables.items()), "git", *options, *words]
-    # a file, not a pipe: a process started by a git filter may hold a pipe open after git has ended
+    # a file, not a pipe: a process started by a git filter may hold a pipe open after git has exited
     with suppress(OSError, subprocess.SubprocessError), tempfile.TemporaryFile() as output:
         limit = max(deadline - time.monotonic(), 0.0)
         silent = subprocess.DEVNULL

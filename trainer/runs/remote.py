@@ -182,7 +182,7 @@ def make(run: Address, record: bytes) -> Path | None:
         return None
     try:
         retried(run, connect(run).pipe_file, place, record, mode="create")
-        shutil.rmtree(folder, ignore_errors=True)  # left by a run of this name that was deleted in the store
+        shutil.rmtree(folder, ignore_errors=True)  # left by a run of the same name that was deleted in the store
         _write(folder / RUN_FILE, record)
     except FileExistsError:
         return None

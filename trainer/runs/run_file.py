@@ -75,7 +75,7 @@ def new_run(identity: str, stage: str) -> dict[str, Any]:
 def fail(directory: Path, error: BaseException, since: float) -> None:
     """Record the failure of a run whose workers this process started at time `since`.
 
-    Workers do not record this, because only this process knows which worker failed first. A file written before `since`
+    Workers do not record it, because only this process knows which worker failed first. A file written before `since`
     is left unchanged, because the workers did not resume that run.
     """
     values = read(directory)

@@ -73,9 +73,9 @@ def make_loaders(call: Call, begun: Mapping[str, Any] | None = None) -> None:
 
 
 def plan_validation(call: Call) -> None:
-    """Set the interval between validations, in batches per replica or in seconds.
+    """Set the interval between validation runs, in batches per replica or in seconds.
 
-    If validations run at the end of epochs, neither interval is set.
+    If validation runs at the end of each epoch, neither interval is set.
     """
     interval, over_epochs = call.trainer.val_check_interval, call.trainer.check_val_every_n_epoch is None
     if "validation" not in call.data.evaluations:

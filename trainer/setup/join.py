@@ -31,9 +31,9 @@ def join(call: Call, request: Request) -> tuple[Call, dict[str, Any] | None]:
     Also returns the checkpoint's contents, or None if there is no checkpoint.
     """
     trainer, strategy, state, undo = call.trainer, call.strategy, call.state, call.undo
-    undo.callback(close_loaders, opened_loaders())  # undone last, when signals end workers again
+    undo.callback(close_loaders, opened_loaders())  # undone last, when signals terminate workers again
     undo.enter_context(call.preemption.handle_signals())
-    # From here on, this process may wait minutes for others: signals end it, and the watchdog reports the wait.
+    # From here on, this process may wait minutes for others: signals terminate it, and the watchdog reports the wait.
     membership = make_membership(call)
     call.watchdog.place = located(find_place(trainer.cluster) or Place())
     undo.enter_context(call.watchdog)

@@ -86,7 +86,7 @@ def show_checkpoint(call: Call, saved: dict[str, Any]) -> None:
 
     All hooks see the weights that the trainer loads.
     """
-    if call.stage != "fit":  # the averaged ones, unless a callback of this run loads these itself
+    if call.stage != "fit":  # the averaged ones, unless a callback of this run loads them itself
         saved["state_dict"] = averaged_weights(saved, [callback.state_key for callback in call.trainer.callbacks])
     for hook in (*call.hooks.of_task["on_load_checkpoint"], *call.hooks.of_callbacks["on_load_checkpoint"]):
         hook(saved)

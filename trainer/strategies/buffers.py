@@ -21,7 +21,7 @@ class ReplicaBuffers:
     At the end of a step, rank 0 broadcasts its buffers. All ranks then have the buffers of replica 0, regardless of
     the number of processes.
 
-    A step may also assign a new tensor to a buffer (`self.average = 0.9 * self.average + ...`). In this case, the new
+    A step may also assign a new tensor to a buffer (`self.average = 0.9 * self.average + ...`). In that case, the new
     values are copied to the original tensor.
     """
 

@@ -37,7 +37,7 @@ class StateDicts:
         """The ranks that write a checkpoint together; a single rank if rank 0 has the full state."""
 
     def parts(self, world_size: int) -> StateParts:
-        """Return how a run will be divided among `world_size` processes, before any of these processes starts."""
+        """Return how a run will be divided among `world_size` processes, before any of them starts."""
         return StateParts(world_size)
 
     def model(self, task: "Task") -> dict[str, Tensor]:

@@ -39,7 +39,7 @@ class Strategy:
 
     1. After `prepare`, the weights and buffers (or the shards of weights) on every rank have rank 0's values. 2. The
     loop weights each loss by its number of samples. The sum of the weighted losses over all ranks, divided by
-    `loss_scale`, is the step's mean loss. 3. After `end_step`, `parameter.grad` is the gradient of this mean (or
+    `loss_scale`, is the step's mean loss. 3. After `end_step`, `parameter.grad` is the gradient of that mean (or
     this rank's shard of the gradient), and the buffers are those of replica 0. This applies to the ranks in
     `weight_ranks`, which is empty for local SGD. 4. All ranks call `end_step` and `optimizer_step` the same number of
     times, but the number of calls to `training_step` may differ. A rank without a batch or a loss calls `leave_out`. 5.
@@ -124,18 +124,18 @@ class Strategy:
 
     # --- placement --------------------------------------------------------------------------------------------------
     def local_processes(self, devices: Sequence[torch.device]) -> int:
-        """Return the number of processes to start on this machine for these devices."""
+        """Return the number of processes to start on this machine for the given devices."""
         return 1
 
     def serve(self, place: Place, task: "Task | None" = None, seed: int = 0) -> bool:
-        """Return whether the process with this rank serves the other processes instead of running the loop.
+        """Return whether the process with the given rank serves the other processes instead of running the loop.
 
         If `task` is given, serve the other processes until their run ends.
         """
         return False
 
     def join(self, place: Place, devices: Sequence[torch.device], precision: str | int) -> None:
-        """Join the run's other processes. Raises ConfigError if the strategy does not support this layout."""
+        """Join the run's other processes. Raises ConfigError if the strategy does not support the layout."""
         if place.world_size > 1:
             raise ConfigError(
                 f"strategy={self.name} runs in one process, but this run has {place.world_size} processes. "
@@ -293,7 +293,7 @@ class Strategy:
     ) -> None:
         """Accumulate the gradients of `loss`. If `last` is True, reduce them over processes.
 
-        If `inputs` are given, compute only the gradients of these tensors. Raises TaskError if the loss is not a scalar
+        If `inputs` are given, compute only the gradients of those tensors. Raises TaskError if the loss is not a scalar
         or does not require a gradient.
         """
         if loss.requires_grad is False or loss.numel() != 1:

@@ -323,7 +323,7 @@ class DDPRPCStrategy(DDPStrategy):
         if self.task is not None:
             is_kept = self.place.rank == 0
             for name, remote_module in self.remotes.items():
-                # a proxy must not outlive the run, because the servers end with the run
+                # a proxy must not outlive the run, because the servers exit with the run
                 with nullcontext() if is_kept else torch.device("meta"):
                     module = self.makers[name]()
                 if is_kept:

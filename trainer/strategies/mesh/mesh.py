@@ -135,7 +135,7 @@ class MeshStrategy(GroupStrategy):
             data, shard, tensor: number of processes along each axis. One axis may be "auto", which uses all remaining
                 processes.
             tensor_shards: number of shards per tensor-parallel layer, fixed for the entire run. Results are bitwise
-                identical for any `tensor` that divides this number. None selects one shard per process.
+                identical for any `tensor` that divides that number. None selects one shard per process.
             shard_blocks: classes of the modules that are each gathered as a block, or the minimum number of parameters
                 in a block.
             reshard_after_forward: whether to free a block's gathered parameters after its forward pass. None frees the

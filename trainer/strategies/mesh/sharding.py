@@ -1,4 +1,4 @@
-"""Sharding with torch's FSDP2: the choice of blocks, and the options of fully_shard.
+"""Sharding with torch's FSDP2: how blocks are chosen and which options are passed to fully_shard.
 
 A block's parameters are gathered together before its forward and backward passes, and freed after each pass.
 See Zhao et al. 2023, "PyTorch FSDP" (https://arxiv.org/abs/2304.11277), and
@@ -61,7 +61,7 @@ def without_views(module: nn.Module, inputs: Any, output: Any) -> Any:
     """Return a block's output with views replaced by copies. For example, a Linear may return a view.
 
     In the backward pass, hooks on a block's output gather the block's parameters. An in-place operation on a view would
-    discard these hooks.
+    discard the hooks.
     """
     return map_tensors(output, lambda tensor: tensor.clone() if tensor.requires_grad and is_view(tensor) else tensor)
 

@@ -85,7 +85,7 @@ class TensorShards:
             biases = self._cut(layer.bias, 0)
         outputs = [linear(*arguments) for arguments in zip(copies, self._cut(layer.weight, 0), biases, strict=True)]
         for output in outputs:
-            if output.requires_grad:  # with several shards, the gradient is a slice of columns
+            if output.requires_grad:  # with multiple shards, the gradient is a slice of columns
                 output.register_hook(Tensor.contiguous)
         self.generators = generators()
         return like(inputs, torch.cat(outputs, -1), Shard(-1))

@@ -1,6 +1,6 @@
 """Removes the wrappers that fully_shard and parallelize_module add. torch has no function for this.
 
-Wrapping changes a module's class and adds hooks and entries to its `__dict__`. `Wrapping.undo` reverts these changes.
+Wrapping changes a module's class and adds hooks and entries to its `__dict__`. `Wrapping.undo` reverts the changes.
 """
 
 from typing import Any
@@ -49,7 +49,7 @@ def is_fsdp(hook: Any) -> bool:
 def entries(module: nn.Module) -> set[Entry]:
     """Return the names in a module's `__dict__`, and the keys of any hooks stored in its dicts.
 
-    Other keys in these dicts, such as buffer names, are not returned, because they belong to the task.
+    Other keys in the dicts, such as buffer names, are not returned, because they belong to the task.
     """
     hooks = ((name, value) for name, value in vars(module).items() if isinstance(value, dict))
     numbers = {(name, key) for name, value in hooks for key in value if isinstance(key, int)}

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 def move_inputs(block: nn.Module, device: torch.device) -> RemovableHandle:
     """Add a hook that moves the inputs of `block` to `device`, where its parameters are."""
-    # before the user's hooks, so that these see the inputs on the block's device
+    # before the user's hooks, so that they see the inputs on the block's device
     return block.register_forward_pre_hook(partial(_move_inputs, device), prepend=True, with_kwargs=True)
 
 
