@@ -104,7 +104,7 @@ def _launched() -> Place | None:
 
 
 def _read(names: Variables, origin: str) -> Place | None:
-    """Return the place that the variables describe; None if they are not set. Raises ConfigError if they conflict."""
+    """Return the place described by the variables; None if they are not set. Raises ConfigError if they conflict."""
     rank, world_size = read_int(*names.rank), read_int(*names.world_size)
     if rank is None or world_size is None:
         if names is TORCH and rank != world_size:

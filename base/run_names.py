@@ -96,7 +96,7 @@ def path_problem(path: str) -> str | None:
 def is_run_directory(folder: Path, name: str) -> bool:
     """Return whether a folder is a run directory of the run `name`.
 
-    That is true of NAME/version_N and of any folder with checkpoints, since that may be a copy of a run directory.
+    That is true of NAME/version_N and of any folder with checkpoints, which may be a copy of a run directory.
     """
     parts = Path(name).parts
     if parts and VERSION.fullmatch(folder.name) is not None and folder.parts[-len(parts) - 1 : -1] == parts:

@@ -66,7 +66,7 @@ class Checkpoint(CheckpointCallback):
 
     Args:
         monitor: Metric to rank checkpoints by, a name in `trainer.callback_metrics`. The callback ignores
-            non-finite values and values from an earlier step (an earlier validation, or the previous epoch's mean).
+            non-finite values and values from an earlier step (an earlier validation run, or the previous epoch's mean).
         mode: "min" if smaller values are better, "max" if larger values are better.
         save_top_k: Number of best (or, without `monitor`, newest) checkpoints to keep. -1 keeps all.
         save_last: Also keep the newest checkpoint.

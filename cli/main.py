@@ -208,7 +208,7 @@ def _find_modules_here() -> None:
 
 
 def _tell_other_ranks(error: Exception, code: int) -> None:
-    """Report an error to the launcher's other processes. It is needed only before the process group exists."""
+    """Report an error to the launcher's other processes. Needed only before the process group exists."""
     from ..trainer.processes.rendezvous import tell_failure
 
     text = str(error) if isinstance(error, LegatoError) else f"{type(error).__name__}: {error}"

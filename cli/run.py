@@ -112,7 +112,7 @@ def warm_up_if_several(values: Mapping[str, Any]) -> None:
     trainer = trainer_section(values)
     devices = trainer["devices"]
     several = devices > 1 if isinstance(devices, int) else isinstance(devices, list) and len(devices) > 1
-    # only if the config shows it without torch; almost all strategies with several devices have workers
+    # only if the config shows it without torch; almost all strategies with multiple devices have workers
     if several and values.get("launcher") is None and find_place(trainer["cluster"]) is None:
         warm_up_for(read_strategy(trainer)[0], trainer)
 

@@ -72,7 +72,7 @@ class RunHistory:
                 try:
                     # compare sizes only: hashing gigabytes takes minutes, and loading verifies the hashes anyway
                     content = find.check_sizes(path)
-                    # a folder elsewhere may hold checkpoints of several runs
+                    # a folder elsewhere may hold checkpoints from several runs
                     if number and (not identity or content.run != identity):
                         continue
                     state = stored.fetch(path.name, content, [STATE_FILE]) / STATE_FILE

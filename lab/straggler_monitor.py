@@ -129,7 +129,7 @@ class StragglerMonitor(Callback):
         return sum(times) / len(times) if times else 0.0
 
     def _compare(self, seconds_of: list[float], rank: int) -> None:
-        """Compare the ranks' own work in seconds. The wait for this exchange is not counted in the next step."""
+        """Compare the ranks' own work in seconds. The wait for the exchange is not counted in the next step."""
         self._began = None
         if min(seconds_of) <= 0.0:  # some rank had no step
             return

@@ -253,7 +253,7 @@ class Verification:
 def processes_for(start: Mapping[str, Any]) -> int:
     """Return the number of processes that recompute the steps of a launch.
 
-    If the results must be bitwise identical, the number differs, if possible, from the number that the run used.
+    If the results must be bitwise identical, the number differs from the run's if possible.
     """
     before, replicas = int(start.get("processes") or 1), int(start.get("replicas") or 1)
     here = torch.accelerator.device_count() if torch.accelerator.is_available() else os.cpu_count() or 1

@@ -10,7 +10,7 @@ MisconfigurationException = LegatoError
 
 
 class SIGTERMException(SystemExit):
-    """Raised to end a process that has received a termination signal."""
+    """Raised to stop a process that has received a termination signal."""
 
 
 class CheckpointMissingError(CheckpointError, FileNotFoundError):

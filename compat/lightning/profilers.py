@@ -1,6 +1,6 @@
 """Profilers with Lightning's names. They profile a run's actions or its torch operators.
 
-`Trainer(profiler=)` adds the callback `Profiling`. During a run, this callback wraps the functions that the loop calls.
+`Trainer(profiler=)` adds the callback `Profiling`. During a run, the callback wraps the functions that the loop calls.
 Runs without a profiler are not affected.
 """
 

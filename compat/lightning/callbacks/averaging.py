@@ -40,7 +40,7 @@ OWN_AVERAGES = "Legato computes the averages. Pass avg_fn, or override average(a
 class StochasticWeightAveraging(weight_averaging.WeightAveraging, Callback):
     """Averages the weights at the start of each epoch, beginning with epoch `swa_epoch_start`.
 
-    After `fit`, the module holds the averaged weights. During those epochs, the learning rate is annealed to
+    After `fit`, the module holds the averaged weights. From that epoch on, the learning rate is annealed to
     `swa_lrs` and then kept constant, regardless of the module's scheduler. At the end, an extra pass over the training
     data computes batch norm statistics for the averaged weights.
     Izmailov et al., Averaging Weights Leads to Wider Optima and Better Generalization (arXiv:1803.05407).

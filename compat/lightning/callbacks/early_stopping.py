@@ -98,7 +98,7 @@ class EarlyStopping(early_stopping.EarlyStopping, Callback):
 
     # --- when to check ----------------------------------------------------------------------------------------------
     def setup(self, trainer: "Trainer", task: "Task", stage: str) -> None:
-        """If validation runs once per epoch, check at the end of the epoch. Otherwise, check after each validation."""
+        """If validation runs once per epoch, check at the epoch's end. Otherwise, check after each validation run."""
         if self._check_on_train_epoch_end is None:
             self._check_on_train_epoch_end = trainer.val_check_interval == 1.0 and trainer.check_val_every_n_epoch == 1
 

@@ -266,7 +266,7 @@ class ModelCheckpoint(Checkpoint):
         return True
 
     def _validates_next(self, trainer: "Trainer") -> bool:
-        """Return whether a later validation will measure the monitored metric again."""
+        """Return whether a later validation run will measure the monitored metric again."""
         if (
             self._should_save_on_train_epoch_end(trainer)
             or not trainer.is_last_batch
