@@ -356,7 +356,7 @@ class Run(Call):
         self.hint_at_few_points()
         self.seed_hooks("on_train_start")
         self.hooks.call("on_train_start")
-        # a hook may have set should_stop, which the ranks would otherwise learn only after a step
+        # a hook may have set should_stop, which the ranks would otherwise learn of only after a step
         self.agree_on_stop()
 
     def end_training(self) -> None:
@@ -454,7 +454,7 @@ class Run(Call):
         )
 
     def save_cut_epoch(self, complete: bool) -> None:
-        """Save a checkpoint before the last validation of a run that stops before the epoch is `complete`."""
+        """Save a checkpoint before the last validation run if the run stops before the epoch is `complete`."""
         for callback in () if complete else self.trainer.checkpoint_callbacks:
             callback.save_cut_epoch(self.trainer)
 

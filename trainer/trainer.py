@@ -209,7 +209,7 @@ class Trainer(TrainerView):  # noqa: D101 - arguments and docstring come from Tr
         if complete:
             schedule.step_by_epoch()
         if schedule.validation_ends_epoch(complete):
-            run.save_cut_epoch(complete)  # before the validation: a resumed run continues as if it had not happened
+            run.save_cut_epoch(complete)  # before validation: a resumed run continues as if it had not happened
             self.validate_now()
         schedule.after_validation(ends_epoch=True)
         run.call_epoch_end("train")

@@ -123,7 +123,7 @@ class FlatState:
             writers: dict[Any, int] = {}
             for rank, rank_regions in enumerate(regions_by_rank):
                 if (file, name) in rank_regions:
-                    # on a mesh with a replicated axis, several ranks hold the same region
+                    # on a mesh with a replicated axis, multiple ranks hold the same region
                     writers.setdefault(rank_regions[file, name], rank)
             mark["parts"] = [[rank, *map(list, region)] for region, rank in writers.items()]
             if writers.get(regions.get((file, name))) != ranks.rank:

@@ -90,7 +90,7 @@ def read_samples(loader: "DataLoader[Any]", length: int) -> list[Sample]:
 
 
 def read_again(dataset: KeyedDataset, loader: "DataLoader[Any]", batches: list[KeyedIndices]) -> Sample:
-    """Read the same collated batch from a loader several times. Return its hashes, or None if it cannot be read."""
+    """Read the same collated batch from a loader multiple times. Return its hashes, or None if it cannot be read."""
     try:
         return _repeated([hashes_of(batch) for batch in read_batches(dataset, loader, batches)])
     except Exception:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class MetricSnapshot:
-    """Snapshots of a task's metrics, taken before each step and validation, because updates cannot be undone."""
+    """Snapshots of a task's metrics, taken before each step and validation run, because updates cannot be undone."""
 
     def __init__(self, trainer: "Trainer") -> None:
         self.trainer = trainer
@@ -28,7 +28,7 @@ class MetricSnapshot:
         self.in_validation = False
 
     def start(self) -> None:
-        """Register hooks that take a snapshot at the start of every step and validation."""
+        """Register hooks that take a snapshot at the start of every step and validation run."""
         hooks = self.trainer.current_run.hooks
         if self.trainer.metrics.states.by_path:
             hooks["on_train_batch_start"] += (self._before_batch,)
@@ -44,7 +44,7 @@ class MetricSnapshot:
         self.in_validation = in_validation
 
     def rewind(self, step: int, validating: bool) -> None:
-        """Restore the snapshot if it was taken at the start of the step or validation that will be repeated."""
+        """Restore the snapshot if it was taken at the start of the step or validation run that will be repeated."""
         if self.saved is not None and self.step == step and self.in_validation == validating:
             self.trainer.metrics.states.restore(self.saved)
         self.saved = None

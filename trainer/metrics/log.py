@@ -564,7 +564,7 @@ class Metrics:
         saved = self.stages.setdefault("train", {})
         kept = (series for series in saved.values() if series.in_step and series.on_epoch)
         local = {series: series.sums for series in kept if not series.alone}
-        # `_gather` looks up series in self.series, which has the validation's series during a validation
+        # `_gather` looks up series in self.series, which holds the validation run's series during validation
         stage, self.series = self.series, saved
         gathered, _ = self._gather(local, absent=not local)
         self.series = stage

@@ -62,7 +62,7 @@ class Optimization:
         self.updating = False
         # Whether gradients are cleared only after the forward pass of a step's first batch
         self.clears_late = False
-        # Whether a hook skips the update of this step; see `Trainer.leave_out_update`
+        # Whether a hook skips this step's update; see `Trainer.leave_out_update`
         self.leaves_out_update = False
         # Returns a step's loss as a function, for an optimizer or a task's optimizer_step that calls it
         self.make_closure: Callable[[StepInput, Optimizer], Callable[[], Tensor | None]] | None = None

@@ -142,7 +142,7 @@ class GarbageCollector:
     """Collects garbage on all ranks at the same time and freezes the remaining objects (`gc.freeze`), as in nanochat.
 
     A full collection visits every object, and torch alone creates about 300,000. A collection in the middle of one
-    rank's step takes 0.1 s or more, during which the other ranks wait. Once these objects are frozen, Python's
+    rank's step takes 0.1 s or more, during which the other ranks wait. Once the objects are frozen, Python's
     automatic collections take milliseconds. Does nothing if the user has disabled garbage collection, or if the user
     or an enclosing run has already frozen objects.
     """

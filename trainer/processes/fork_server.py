@@ -1,7 +1,7 @@
 """Blocks termination signals in multiprocessing's fork server and in new workers. Imported only by the fork server.
 
 A scheduler sends its signals to every process in a job. A signal could kill the server while it is forking a worker,
-whose exit code would then be unknown. A worker that is being forked could also miss a signal. Therefore, the server and
+whose exit code would then be unknown. A worker that is being forked could also miss a signal. So the server and
 its new workers block the termination signals. The server never receives them; it exits along with the process that
 started it. A worker unblocks them after the fork.
 """

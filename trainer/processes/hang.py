@@ -98,7 +98,7 @@ class Board:
         return bool(self._ask("check", [alarm]))
 
     def _ask(self, method: str, *arguments: Any) -> Any:
-        # While the network is down, torch waits for a response indefinitely. Therefore, the call runs in a separate
+        # While the network is down, torch waits for a response indefinitely. So the call runs in a separate
         # thread, which can be abandoned.
         answer = Future[Any]()
 

@@ -1,8 +1,8 @@
 """Starts, monitors and stops local worker processes together, and raises the first failure in the caller.
 
 The caller serializes the function with cloudpickle and sends it through a file in a private folder. A worker returns
-the result or exception in the same way. Therefore, lambdas, notebooks and classes in the caller's script work, and the
-script runs only once. `set_worker_environment` sets a worker's environment variables, including its rank.
+the result or exception in the same way. As a result, lambdas, notebooks and classes in the caller's script work, and
+the script runs only once. `set_worker_environment` sets a worker's environment variables, including its rank.
 """
 
 import faulthandler

@@ -8,7 +8,7 @@ from ...base.place import Place
 
 
 class RunFinished(Exception):
-    """Raised in a process that is waiting to join a run when the run ends first."""
+    """Raised in a process that is still waiting to join a run when the run ends."""
 
 
 class Membership:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 
 class SaveProgress:
-    """Number of saves in progress in this process, and the time at which one of them last made progress."""
+    """Number of saves in progress in this process, and the time when one of them last made progress."""
 
     def __init__(self) -> None:
         self.under_way = 0

@@ -1,6 +1,6 @@
 """Removes runs and checkpoints, deleting only files that Legato wrote.
 
-A run is a folder with a `run.json`. `Folder.remove` deletes a checkpoint after checking that this run wrote it and that
+A run is a folder with a `run.json`. `Folder.remove` deletes a checkpoint after checking that the run wrote it and that
 it contains no other files. Other regular files are deleted only if they have names that Legato uses. Empty folders
 are deleted last. Links are neither followed nor deleted.
 """

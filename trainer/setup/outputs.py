@@ -63,7 +63,7 @@ def open_loggers(run: Run, resume_step: int | None) -> None:
     """Open the loggers and store the config on rank 0. On other ranks, pass the run directory to the loggers.
 
     Args:
-        resume_step: the step from which the run resumes; existing logging points after that step are invalid. None if
+        resume_step: the step the run resumes from; existing logging points after that step are invalid. None if
             the run does not resume.
     """
     trainer, step = run.trainer, run.state.global_step

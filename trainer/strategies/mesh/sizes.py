@@ -1,6 +1,6 @@
 """Sizes of a mesh's axes. This module does not import torch.
 
-Processes are ordered in the mesh as (pipeline, data, shard, tensor), with the last axis varying fastest. Therefore, the
+Processes are ordered in the mesh as (pipeline, data, shard, tensor), with the last axis varying fastest. So the
 processes of a tensor-parallel group, which communicate the most, are neighbors on one machine.
 """
 

@@ -1,6 +1,6 @@
 """Layers with a fixed number of shards, whose results are bitwise identical for any number of processes.
 
-The low-order bits of a matrix product depend on its shape, and those of a sum on its order. Therefore, each shard of a
+The low-order bits of a matrix product depend on its shape, and those of a sum on its order. So each shard of a
 layer is computed as a separate product, and a fixed binary tree sums over the shards. The tree sums the outputs of a
 row layer and the input gradients of a column layer. This applies the idea behind "tree-based invariant kernels" (Zhang
 et al. 2025, https://arxiv.org/abs/2511.17826) to layers instead of kernels.

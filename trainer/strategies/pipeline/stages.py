@@ -4,7 +4,7 @@ A process alternates between forward and backward passes, which limits the numbe
 PipeDream: Narayanan et al., 2019, https://arxiv.org/abs/1806.03377). If a batch has fewer micro-batches than there are
 stages, all forward passes run before the backward passes (GPipe: Huang et al., 2019, https://arxiv.org/abs/1811.06965).
 
-In torch, the first run of a schedule fixes the activation shapes. Therefore, each batch shape has its own schedule. For
+In torch, the first run of a schedule fixes the activation shapes. So each batch shape has its own schedule. For
 example, a shorter last batch needs its own.
 """
 
