@@ -69,7 +69,7 @@ class PredictionWriter(Callback):
     def on_predict_batch_end(
         self, trainer: "Trainer", task: "Task", outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Write the batch's prediction or keep it for the end of the epoch."""
+        """Write the batch's prediction, or hold it until the end of the epoch."""
         item = trainer.current_run.loop.item  # the hook's arguments do not include dataset indices
         indices = None if item is None else item.indices
         if self.interval != "epoch":

@@ -201,7 +201,7 @@ def _find_modules_here() -> None:
     try:
         here = str(Path.cwd())
     except FileNotFoundError as error:
-        raise ConfigError("The working directory no longer exists. Change to an existing folder.") from error
+        raise ConfigError("The working directory no longer exists. Change to one that does.") from error
     # first, so that the user's modules take precedence over installed ones of the same name
     if "" not in sys.path and here not in sys.path:
         sys.path.insert(0, here)

@@ -172,7 +172,7 @@ class HostClock:
 
 
 class DeviceClock:
-    """Clock for a device's current stream, which runs asynchronously to the host."""
+    """Clock for a device's current stream, which runs asynchronously with respect to the host."""
 
     def __init__(self, device: "torch.device") -> None:
         self.device = device

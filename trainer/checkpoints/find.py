@@ -36,7 +36,7 @@ def directory_name(step: int) -> str:
 
 
 def verify(checkpoint: Location) -> Manifest:
-    """Verify every file and return the manifest. If a check fails, raises a CheckpointError that describes why."""
+    """Verify every file and return the manifest. Raises a CheckpointError that says why if a check fails."""
     content, folder = check_sizes(checkpoint), folder_at(checkpoint.parent)
     for name, expected in content.files.items():
         check_file(fetch_file(folder, checkpoint.name, content, name), expected)
@@ -117,7 +117,7 @@ def resolve(place: Location, check: Check = verify) -> Location:
     """Return the checkpoint at a location.
 
     If the location is a folder of checkpoints or a run directory, return the newest checkpoint that passes `check`.
-    If there is none, raises a CheckpointError that describes what was expected.
+    Raises a CheckpointError that describes what was expected if there is none.
     """
     # "." has no name and no parent
     place = place if place.name else to_absolute(place)

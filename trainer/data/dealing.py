@@ -162,7 +162,7 @@ class DealtData:
         return {name: read_samples(loaders[name], length) for name, length in zip(loaders, lengths, strict=True)}
 
     def order_and_deal(self, epoch: int, batches_at_most: int | None = None) -> tuple[EpochOrder, Deal]:
-        """Return the order of an epoch, drawn by a sampler if there is one, and its division among replicas."""
+        """Return an epoch's sample order, drawn by the sampler if there is one, and its division among replicas."""
         order = self.source.order(epoch)
         if batches_at_most is not None:  # batches rather than rounds: a limit may fall in the middle of a round
             order.length = min(order.length, batches_at_most * self.source.batch_size)

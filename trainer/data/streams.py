@@ -249,7 +249,7 @@ class StreamData:
         return {name: [hashes_of(piece)] for name, piece in zip(names, pieces, strict=True)}
 
     def changed_content(self, before: Mapping[str, Any]) -> list[str]:
-        """Return an empty list, because a stream cannot be read at another position.
+        """Return an empty list, because a stream cannot be read from another position.
 
         A stream is checked only at the position where it resumes.
         """

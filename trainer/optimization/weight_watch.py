@@ -12,7 +12,7 @@ class WeightWatch:
     """Detector for weights that change between a step's first forward pass and its update.
 
     training_step and the hooks around it run once per replica, so any weights they change would depend on how replicas
-    are assigned to processes. Version counters detect a write that does not change any value yet, such as the first
+    are assigned to processes. Version counters detect a write that does not yet change any values, such as the first
     update of a teacher model that starts as a copy. Comparing values detects a write through `.data`, which does not
     change the version counter. Values are compared only in the first step, because reading them synchronizes with the
     device.

@@ -160,6 +160,6 @@ def _write(directory: Path, values: Mapping[str, Any]) -> None:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Replace a file in a run directory atomically. If the process is killed, the old or the new file is intact."""
+    """Replace a file in a run directory atomically: if the process is killed, the old file or the new one remains."""
     # Python stores a path's invalid bytes as lone surrogates, which backslashreplace turns into JSON escapes
     replace_file(path, text.encode("utf-8", "backslashreplace"))
