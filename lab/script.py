@@ -1,4 +1,4 @@
-"""ScriptHistory: a run started by a script. Legato reruns it up to the fit call to recreate the task and data."""
+"""ScriptHistory: a run started by a script, which Legato reruns up to the fit call to recreate the task and data."""
 
 import json
 import logging

@@ -58,7 +58,7 @@ def progress_of(saved: Mapping[str, Any], automatic: bool, accumulate: int) -> d
     """Return the fields of `State` that can be read from a Lightning file.
 
     If the checkpoint was saved at the end of an epoch, after the schedulers stepped, the run continues with the next
-    epoch. The batches of an unfinished step are trained again, because their gradients were not applied.
+    epoch. The batches of an unfinished step are processed again, because their gradients were not applied.
 
     Raises CheckpointError if the file does not record the run's progress.
     """
@@ -76,7 +76,7 @@ def progress_of(saved: Mapping[str, Any], automatic: bool, accumulate: int) -> d
             "Upgrade files from older versions: python -m lightning.pytorch.utilities.upgrade_checkpoint FILE. To "
             "load only the weights, use load_from_checkpoint."
         ) from None
-    # files do not contain the gradients of an unfinished step, so its batches are trained again
+    # files do not contain the gradients of an unfinished step, so its batches are processed again
     left = 0 if is_last else done % accumulate
     within = begun and not is_last
     return {

@@ -55,7 +55,7 @@ def run_elastic_workers(
     Raises ConfigError if there are multiple nodes. Also raises the same errors as `launch_workers`.
     """
     if nodes > 1:
-        raise ConfigError("elastic=true runs on one machine only. Leave trainer.num_nodes out.")
+        raise ConfigError("elastic=true runs on one machine only. Remove trainer.num_nodes.")
     warm_up()
     # The store is in the launcher, not in rank 0, so that the run survives the death of any worker.
     store: Any = host_store("127.0.0.1", 0, True)

@@ -30,7 +30,7 @@ END_WAIT, RELEASE_WAIT = 1.0, 5.0
 
 
 class RunLock:
-    """Exclusive right to write to a folder, from `take` to `release`. Forked children do not inherit that right."""
+    """Exclusive write lock on a folder, held from `take` to `release`. Forked children do not inherit it."""
 
     def __init__(self, folder: Path, stage: str) -> None:
         self.folder, self.path, self.stage = folder, folder / LOCK, stage

@@ -28,7 +28,7 @@ EXCLUSIVE = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "memory"}
 
 
 class ObjectLock:
-    """Exclusive right to write to a folder in a store, from `take` to `release`.
+    """Exclusive write lock on a folder in a store, held from `take` to `release`.
 
     Forked children do not inherit that right.
     """

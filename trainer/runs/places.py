@@ -267,7 +267,7 @@ class StoredRun:
         return location_of(self.directory) if self.directory is not None else self.root / self.name
 
     def _newest(self, folders: Sequence[Location]) -> Location | None:
-        """Return the newest complete checkpoint in the first folder that has one, otherwise in the run directory."""
+        """Return the newest complete checkpoint from the first folder that has one, or else from the run directory."""
         # a callback with a `dirpath` saves nothing in the run directory
         for folder in folders:
             if (newest := newest_complete(folder)) is not None:

@@ -39,7 +39,7 @@ READ = {RUN_FILE, POINTS_FILE, CONFIG, GIVEN_CONFIG, RECORD, EPOCHS, LOCK}
 
 
 class RemoteLock(RunLock):
-    """Exclusive right to write to a run directory in a store.
+    """Exclusive write lock on a run directory in a store.
 
     While a run holds the lock, the local folder is mirrored to the store. The lock on the local folder allows a dead
     holder to be detected immediately. The lock object in the store locks out other machines.

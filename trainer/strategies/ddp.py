@@ -83,7 +83,7 @@ class DDPStrategy(GroupStrategy):
         if self.process_group_backend not in (None, "gloo"):
             raise ConfigError(
                 "elastic=true reduces gradients with gloo, because a process cannot leave a broken NCCL or MPI group. "
-                "Leave process_group_backend out."
+                "Remove process_group_backend."
             )
         if self.init_method is not None:
             raise ConfigError("elastic=true uses the loopback interface of one machine, so leave init_method out.")

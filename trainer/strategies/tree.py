@@ -110,7 +110,7 @@ class ReplicaStack:
         self.stack, self.next = CarryStack(add_gradients), self.owned.start
 
     def push(self, replica: int, gradients: Gradients) -> None:
-        """Push a replica's gradients. Replicas that are skipped had no batch."""
+        """Push a replica's gradients. Replicas without a batch are skipped."""
         for absent in range(self.next, replica):
             self.stack.push(TreeNode(absent, 0), [None] * self.parameters)
         self.stack.push(TreeNode(replica, 0), gradients)
