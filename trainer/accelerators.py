@@ -217,7 +217,7 @@ def set_generators(states: list[torch.Tensor]) -> None:
 
 
 def visible_devices(wanted: str) -> tuple[str, str]:
-    """Return the environment variable that selects this process's devices, and the names of those devices.
+    """Return the environment variable that selects this process's devices, and the names of these devices.
 
     Returns ("", "") if there is no such variable.
 

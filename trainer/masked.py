@@ -23,7 +23,7 @@ MASKED = 0x6D61736B
 def begin_step(run: Any, step: StepInput) -> None:
     """Run a step's masked batches. If no unmasked batch follows, leave the last masked batch to `stand_in`."""
     if run.optimization.automatic:
-        # after gradients are cleared, since those backward passes may add other processes' gradients to this shard
+        # after gradients are cleared, since these backward passes may add other processes' gradients to this shard
         train(run, step.masked if step.batches else step.masked[:-1], last=False)
 
 

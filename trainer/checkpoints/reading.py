@@ -95,7 +95,7 @@ def broadcast_contents(
 ) -> dict[str, Any]:
     """Return the contents of rank `source` on every rank. All ranks must call this with their own contents.
 
-    Tensors in `shard_files` are not sent, because each rank reads them from those files.
+    Tensors in `shard_files` are not sent, because each rank reads them from these files.
     """
     # shapes first, so that tensors are sent as bytes, without pickle
     flat = flatten(contents) if ranks.rank == source else FlatState({})

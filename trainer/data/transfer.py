@@ -16,7 +16,7 @@ class CopyStream:
     """Separate stream that copies the next batch to a device while the current batch is being processed.
 
     No batch is read ahead of its step. The host queues a batch's kernels long before the device runs them, and a copy
-    on another stream does not wait for those kernels. At most one extra batch occupies device memory: before each copy,
+    on another stream does not wait for these kernels. At most one extra batch occupies device memory: before each copy,
     the host waits until the device has finished all batches except the latest one.
     """
 

@@ -17,7 +17,7 @@ class WorkerSetup:
     """A worker_init_fn that ignores signals handled by the trainer, and then calls `then`.
 
     Ctrl-C and a scheduler's SIGTERM reach every process in a job. If they terminated a worker, the trainer could not
-    finish and save the last step. While the trainer does not handle signals, or once it has exited, those signals
+    finish and save the last step. While the trainer does not handle signals, or once it has exited, these signals
     terminate a worker as usual.
     """
 

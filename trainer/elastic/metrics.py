@@ -97,7 +97,7 @@ class SharedMetrics(Metrics):
         super().drop_step()
 
     def rewind(self, step: int) -> None:
-        """Discard values logged in `step` and later, so that those steps can be repeated."""
+        """Discard values logged in `step` and later, so that these steps can be repeated."""
         self.unshared = [row for row in self.unshared if row[4] < step and row[0].in_step]
         super().rewind(step)
 

@@ -556,7 +556,7 @@ class Metrics:
     def state_dict(self) -> dict[str, Any]:
         """Return the training epoch's sums so far, across all ranks. All ranks must call this.
 
-        Values that hooks log between steps are omitted, because those hooks run again when the epoch resumes.
+        Values that hooks log between steps are omitted, because these hooks run again when the epoch resumes.
         """
         if self.state_at_end is not None:
             return self.state_at_end

@@ -74,7 +74,7 @@ def require_same_ranks(by_rank: Sequence[Mapping[str, Any]]) -> None:
 def compile_in_place(task: nn.Module, options: bool | Mapping[str, Any]) -> None:
     """Compile the task's forward method and direct children in place, so that state_dict names don't change.
 
-    If class names are given as `blocks`, compile the modules of those classes instead. Identical blocks share one
+    If class names are given as `blocks`, compile the modules of these classes instead. Identical blocks share one
     compilation. The steps are not compiled, because logging breaks the graph. Raises ConfigError for a class name that
     matches no module, or an option that torch.compile does not recognize.
     """

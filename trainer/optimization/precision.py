@@ -27,7 +27,7 @@ _WEIGHTS = {"64-true": torch.float64, "bf16-true": torch.bfloat16, "16-true": to
 _CAST = {torch.float64: nn.Module.double, torch.bfloat16: nn.Module.bfloat16, torch.float16: nn.Module.half}
 _AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 # Whether autocast may cache the weights that it casts. Before torch 2.12 it also caches casts without a gradient, so
-# that after a forward pass under no_grad, a later one in the same step does not train those weights.
+# that after a forward pass under no_grad, a later one in the same step does not train these weights.
 _KEEPS_CASTS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 12)
 
 

@@ -109,7 +109,7 @@ class SignalWatch:
         """Prepare to watch for signals.
 
         Args:
-            attends: True if this process handles SIGTERM and SIGHUP. If False, those signals terminate the process
+            attends: True if this process handles SIGTERM and SIGHUP. If False, these signals terminate the process
                 without involving the watch.
         """
         self.attends = attends

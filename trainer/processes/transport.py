@@ -112,7 +112,7 @@ def unpack(path: Path, index: int = 0) -> Any:
 def pickled_by_value() -> Iterator[frozenset[str]]:
     """In this context, pickle by value the objects of modules workers cannot import. Yields the modules' names.
 
-    Those modules are the caller's script or notebook, and modules that a tool loaded from a file (as in pytest's
+    These modules are the caller's script or notebook, and modules that a tool loaded from a file (as in pytest's
     importlib mode).
     """
     registered = cloudpickle.list_registry_pickle_by_value()

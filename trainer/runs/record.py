@@ -205,7 +205,7 @@ def code_of(folder: Path, base: str = "HEAD") -> dict[str, Any] | None:
     """Return the root, commit and branch of a folder's git repository, if there is one, and its changes since `base`.
 
     "diff" contains the changed files and new .py files, as input for `git apply`. It is None if there are no changes,
-    if the diff is larger than LARGEST_DIFF bytes, or if git took too long. "changed" lists the names of those files.
+    if the diff is larger than LARGEST_DIFF bytes, or if git took too long. "changed" lists the names of these files.
     """
     deadline = time.monotonic() + GIT_SECONDS
     places = ("--show-toplevel", "--git-path", "index", "--git-path", "objects")

@@ -293,7 +293,7 @@ class Strategy:
     ) -> None:
         """Accumulate the gradients of `loss`. If `last` is True, reduce them over processes.
 
-        If `inputs` are given, compute only the gradients of those tensors. Raises TaskError if the loss is not a scalar
+        If `inputs` are given, compute only the gradients of these tensors. Raises TaskError if the loss is not a scalar
         or does not require a gradient.
         """
         if loss.requires_grad is False or loss.numel() != 1:

@@ -1,7 +1,7 @@
 """Gradients of parameters that are replicated along the `tensor` axis.
 
 Between a "column" layer and its "row" layer, each process computes with its shard of the activations. A parameter
-between those layers therefore has a partial gradient on each process. Partial gradients are summed if the plan marks
+between these layers therefore has a partial gradient on each process. Partial gradients are summed if the plan marks
 the module as "replicated". If the plan lacks that entry, Legato raises an error during the first few steps.
 """
 

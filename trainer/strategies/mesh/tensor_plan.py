@@ -8,7 +8,7 @@ See Shoeybi et al. 2019, "Megatron-LM" (https://arxiv.org/abs/1909.08053) and to
                  computes with its shard of the activations; the gradients are summed over the processes
 
 LoRA adapters that peft adds to a Linear are sharded together with the Linear. If a task has no plan, Legato uses the
-`tp_plan` property of its Hugging Face Transformers models. HUB_WORDS translates the styles in those plans.
+`tp_plan` property of its Hugging Face Transformers models. HUB_WORDS translates the styles in these plans.
 """
 
 from collections.abc import Callable, Mapping
