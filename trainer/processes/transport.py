@@ -19,6 +19,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from importlib import import_module
 from importlib.machinery import ModuleSpec
 from operator import attrgetter
@@ -116,7 +117,8 @@ def pickled_by_value() -> Iterator[frozenset[str]]:
     importlib mode).
     """
     registered = cloudpickle.list_registry_pickle_by_value()
-    names = {name for name, file in _module_files().items() if not _is_importable(name, file)}
+    search_path = tuple(sys.path)
+    names = {name for name, file in _module_files().items() if not _is_importable(name, file, search_path)}
     added = [sys.modules[name] for name in names - registered]
     for module in added:
         cloudpickle.register_pickle_by_value(module)
@@ -133,15 +135,16 @@ _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib"
 
 def _module_files() -> dict[str, str]:
     """Return the files of all modules that are not installed, except the script and Legato, keyed by module name."""
-    # a list, because reading an attribute may import more modules; an alias is checked under the real name
-    modules = [(name, module) for name, module in list(sys.modules.items()) if getattr(module, "__name__", "") == name]
-    others = [(name, module) for name, module in modules if name.partition(".")[0] not in _IN_EACH_PROCESS]
-    files = {name: getattr(module, "__file__", None) or "" for name, module in others}
+    # not getattr, with which a lazy module imports others; an alias is checked under the real name
+    modules = [(name, getattr(module, "__dict__", {})) for name, module in list(sys.modules.items())]
+    named = [(name, content.get("__file__") or "") for name, content in modules if content.get("__name__") == name]
+    files = {name: file for name, file in named if name.partition(".")[0] not in _IN_EACH_PROCESS}
     return {name: file for name, file in files.items() if file and not file.startswith(_INSTALLED)}
 
 
-def _is_importable(name: str, file: str) -> bool:
-    """Return whether a new interpreter would import the file under the given name."""
+@cache
+def _is_importable(name: str, file: str, search_path: tuple[str, ...]) -> bool:
+    """Return whether a new interpreter would import this file under this name; `search_path` is `sys.path`."""
     spec = _find_spec(name)
     return spec is not None and spec.origin is not None and Path(spec.origin).resolve() == Path(file).resolve()
 
@@ -190,8 +193,9 @@ def modules_beside_script() -> list[str]:
     file = getattr(sys.modules["__main__"], "__file__", None)
     if file is None:
         return []
-    folder = str(Path(file).resolve().parent) + os.sep
-    return [name for name, path in _module_files().items() if path.startswith(folder) and _is_importable(name, path)]
+    folder, search_path = str(Path(file).resolve().parent) + os.sep, tuple(sys.path)
+    beside = {name: path for name, path in _module_files().items() if path.startswith(folder)}
+    return [name for name, path in beside.items() if _is_importable(name, path, search_path)]
 
 
 class Settings:
