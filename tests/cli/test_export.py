@@ -147,7 +147,7 @@ def test_weights_and_other_suffixes(folder: Path, capsys: pytest.CaptureFixture[
     assert main(["export", "run", "net.safetensors"]) == 0
     assert load_file("net.safetensors")["layer.weight"].item() == 2.0
     assert main(["export", "run", "net.bin"]) == 1
-    assert "ends in .safetensors for weights, .onnx or .pt2 for a model" in capsys.readouterr().err
+    assert "ending in .safetensors for weights, .onnx or .pt2 for a model" in capsys.readouterr().err
 
 
 def test_outputs_are_compared_up_to_rounding() -> None:

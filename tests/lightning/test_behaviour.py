@@ -332,7 +332,7 @@ def test_a_value_that_is_kept_nowhere_is_refused(package):
     def training_step(self, batch, batch_idx):
         self.log("x", 1.0, on_step=False, on_epoch=False)
 
-    with pytest.raises(package.utilities.exceptions.MisconfigurationException, match="would discard the value"):
+    with pytest.raises(package.utilities.exceptions.MisconfigurationException, match="is not useful"):
         fitted(package, small(package, training_step=training_step))
 
 

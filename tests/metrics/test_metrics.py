@@ -49,7 +49,7 @@ def test_by_step_and_epoch(play):
 
 
 def test_neither_by_step_nor_by_epoch_is_refused(play):
-    with pytest.raises(TaskError, match="would discard the value"):
+    with pytest.raises(TaskError, match="is not useful: it discards a value"):
         play(Says(logs(on_step=False, on_epoch=False)))
 
 

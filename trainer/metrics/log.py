@@ -227,7 +227,7 @@ class Metrics:
             )
         if on_step is False and on_epoch is False:
             raise TaskError(
-                f"log({name!r}, on_step=False, on_epoch=False) would discard the value. Set one of them to True."
+                f"log({name!r}, on_step=False, on_epoch=False) is not useful: it discards a value. Set either to True."
             )
         if self.in_step and self.stage == "train":
             on_step = on_step is not False
