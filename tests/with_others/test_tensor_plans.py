@@ -137,7 +137,10 @@ def test_in_shards_a_model_has_the_same_bits_on_one_and_two_processes(trainer, n
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        (MixtralConfig(**SIZES, **HEADS, num_local_experts=2), r"MixtralForCausalLM says '\w*' for model.model"),
+        (
+            MixtralConfig(**SIZES, **HEADS, num_local_experts=2),
+            r"MixtralForCausalLM uses the '\w*' style for model.model",
+        ),
         (LlamaConfig(**SIZES, num_attention_heads=4, num_key_value_heads=1), r"4 outputs in heads of width 4"),
     ],
     ids=["experts", "heads"],
