@@ -26,7 +26,7 @@ from waiting import children, wait_until
 from legato.base.environment import restart_count
 from legato.base.errors import ConfigError, TaskError, WorkerError
 from legato.base.place import Place, find_place
-from legato.trainer.processes import launch
+from legato.trainer.processes import launch, transport
 from legato.trainer.processes.launch import run_workers
 from legato.trainer.processes.rendezvous import join_process_group
 
@@ -193,6 +193,26 @@ def test_a_module_that_workers_do_not_find_is_named(tmp_path: Path, monkeypatch:
     sys.modules["hidden_module"] = hidden_module
     with pytest.raises(ConfigError, match=r"cannot import 'hidden_module'.*PYTHONPATH"):
         run_workers(hidden_module.work, 1)
+
+
+def test_a_module_of_an_earlier_working_directory_is_sent_by_value(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Interactive Python searches "", the working directory, in which new processes start, too."""
+    (tmp_path / "nearby_module.py").touch()
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    monkeypatch.chdir(tmp_path)
+    import nearby_module  # type: ignore[import-not-found]
+
+    try:
+        with transport.pickled_by_value() as names:
+            assert nearby_module.__name__ not in names
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        with transport.pickled_by_value() as names:
+            assert nearby_module.__name__ in names
+    finally:
+        del sys.modules["nearby_module"]
 
 
 @pytest.mark.slow

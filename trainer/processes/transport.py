@@ -16,7 +16,7 @@ import sysconfig
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -117,8 +117,8 @@ def pickled_by_value() -> Iterator[frozenset[str]]:
     importlib mode).
     """
     registered = cloudpickle.list_registry_pickle_by_value()
-    search_path = tuple(sys.path)
-    names = {name for name, file in _module_files().items() if not _is_importable(name, file, search_path)}
+    files = _module_files()
+    names = files.keys() - _importable(files).keys()
     added = [sys.modules[name] for name in names - registered]
     for module in added:
         cloudpickle.register_pickle_by_value(module)
@@ -142,9 +142,15 @@ def _module_files() -> dict[str, str]:
     return {name: file for name, file in files.items() if file and not file.startswith(_INSTALLED)}
 
 
+def _importable(files: Mapping[str, str]) -> dict[str, str]:
+    """Return the modules that a new interpreter would import from their files, in the same order."""
+    search_path = tuple(map(os.path.abspath, sys.path))  # "" is the working directory, which may change
+    return {name: file for name, file in files.items() if _is_importable(name, file, search_path)}
+
+
 @cache
 def _is_importable(name: str, file: str, search_path: tuple[str, ...]) -> bool:
-    """Return whether a new interpreter would import this file under this name; `search_path` is `sys.path`."""
+    """Return whether a new interpreter with this search path, the current one, would import the file as the module."""
     spec = _find_spec(name)
     return spec is not None and spec.origin is not None and Path(spec.origin).resolve() == Path(file).resolve()
 
@@ -193,9 +199,8 @@ def modules_beside_script() -> list[str]:
     file = getattr(sys.modules["__main__"], "__file__", None)
     if file is None:
         return []
-    folder, search_path = str(Path(file).resolve().parent) + os.sep, tuple(sys.path)
-    beside = {name: path for name, path in _module_files().items() if path.startswith(folder)}
-    return [name for name, path in beside.items() if _is_importable(name, path, search_path)]
+    folder = str(Path(file).resolve().parent) + os.sep
+    return list(_importable({name: path for name, path in _module_files().items() if path.startswith(folder)}))
 
 
 class Settings:
