@@ -37,14 +37,15 @@ class Strategy:
     run, it calls `finish` and `teardown`. The loop never checks a strategy's type. Every strategy must follow
     five rules, which `legato.testing.check_strategy` tests:
 
-    1. After `prepare`, the weights and buffers (or the shards of weights) on every rank have rank 0's values. 2. The
-    loop weights each loss by its number of samples. The sum of the weighted losses over all ranks, divided by
-    `loss_scale`, is the step's mean loss. 3. After `end_step`, `parameter.grad` is the gradient of that mean (or
-    this rank's shard of the gradient), and the buffers are those of replica 0. This applies to the ranks in
-    `weight_ranks`, which is empty for local SGD. 4. All ranks call `end_step` and `optimizer_step` the same number of
-    times, but the number of calls to `training_step` may differ. A rank without a batch or a loss calls `leave_out`. 5.
-    A strategy keeps no state between steps other than what `state_dicts` saves. The current step number is
-    `task.global_step`.
+    1. After `prepare`, the weights and buffers (or the shards of weights) on every rank have rank 0's values.
+    2. The loop weights each loss by its number of samples. The sum of the weighted losses over all ranks, divided by
+       `loss_scale`, is the step's mean loss.
+    3. After `end_step`, `parameter.grad` is the gradient of that mean (or this rank's shard of the gradient), and the
+       buffers are those of replica 0. This applies to the ranks in `weight_ranks`, which is empty for local SGD.
+    4. All ranks call `end_step` and `optimizer_step` the same number of times, but the number of calls to
+       `training_step` may differ. A rank without a batch or a loss calls `leave_out`.
+    5. A strategy keeps no state between steps other than what `state_dicts` saves. The current step number is
+       `task.global_step`.
     """
 
     name = ""
