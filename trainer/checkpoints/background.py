@@ -74,10 +74,12 @@ class Writer:
         self.join()
         self.check()
 
-    def _write(self, *arguments: Any) -> None:
+    def _write(
+        self, checkpoint: Location, flat: FlatState, ranks: Ranks, run: str, check_locks: Callable[[], None]
+    ) -> None:
         try:
             with SAVES.save():
-                commit(*arguments)
+                commit(checkpoint, flat, ranks, run, check_locks)
         except BaseException as error:  # `check` raises it in the main thread, where it can end the run
             self._error = error
 

@@ -254,7 +254,7 @@ class Saver:
         if self.trainer.running:
             self.require_run_dir()
         # `join`, not `wait`, which raises: this save may be the last chance (after SIGTERM), so an earlier error is
-        # raised only after it. First, because a background save also checks the locks.
+        # raised only after it. Joined before the locks are checked, because a background save checks them, too.
         self.writer.join()
         self._check_locks()
         # the background writer writes only directories; another format is written in the foreground
