@@ -1,20 +1,25 @@
 """Runs that hang in the user's code after a signal end in time, by force, after a dump of stacks and a save."""
 
+import functools
 import os
 import signal
 import subprocess
 import sys
 import time
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import unanswered_run
 from forked import Forked, run_module, run_script
+from torch.distributed import TCPStore
 from waiting import kill_session, members, wait_until
 
 from legato.trainer.checkpoints import find
-from legato.trainer.processes.signals import RESUME_ME, SignalWatch
+from legato.trainer.processes import signals
+from legato.trainer.processes.launch import run_workers
+from legato.trainer.processes.signals import RESUME_ME, SignalWatch, handling_end_signals, raise_for_signal
 
 TWO = {"devices": 2, "strategy": "ddp"}
 
@@ -237,6 +242,30 @@ def test_a_signal_to_the_whole_group_while_workers_start(tmp_path, forked, secon
         process.communicate()
     assert process.returncode == RESUME_ME, errors
     assert "Traceback" not in errors
+
+
+def wait_for_rank_0(folder, answers):
+    """Rank 0 answers the signal, or is killed by it; rank 1 waits for rank 0 in C++, where it hears nothing."""
+    rank, signals.NOTHING_TO_SAVE = int(os.environ["RANK"]), 1.0
+    store = TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
+    with handling_end_signals(raise_for_signal, SignalWatch()) if rank or answers else nullcontext():
+        (folder / f"rank-{rank}").touch()
+        time.sleep(60) if rank == 0 else store.wait(["never"], timedelta(seconds=60))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_rank_that_waits_for_one_that_the_signal_has_ended(tmp_path, answers):
+    """As in the rendezvous of a run that is starting: it can be resumed, though one rank is ended by force."""
+    process = Forked(run_workers, functools.partial(wait_for_rank_0, tmp_path, answers), 2)
+    try:
+        assert wait_until(lambda: len(list(tmp_path.glob("rank-*"))) == 2, 60)
+        time.sleep(0.3)
+        os.kill(process.pid, signal.SIGTERM)
+        end(process, RESUME_ME)
+    finally:
+        kill_session(process.pid)
+        process.communicate()
 
 
 STARTS = """

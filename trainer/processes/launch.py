@@ -353,14 +353,16 @@ class WorkerGroup:
             self._failures, key=lambda failure: (failure.when > stopped_at, failure.communication, failure.when)
         )
         self.failure_summary = first.summary
+        # a rank that is waiting for a rank that the signal has ended cannot respond to the signal
+        has_ended_others = self._preempted_at is not None or (first.signal in END_SIGNALS and not first.is_forced)
         for forced in self._failures:
-            if forced.is_forced:
+            if forced.is_forced and (forced.signal == signal.SIGINT or not has_ended_others):
                 log.warning("%s", forced.summary)
                 return KeyboardInterrupt() if forced.signal == signal.SIGINT else SystemExit(128 + forced.signal)
         is_consequence = first.communication or first.signal in (signal.SIGTERM, signal.SIGKILL)
         if first.signal == signal.SIGINT or (signal.SIGINT in self._relay.received and is_consequence):
             return KeyboardInterrupt()
-        if self._preempted_at is not None and first.communication:
+        if self._preempted_at is not None and (first.communication or first.is_forced):
             return SystemExit(RESUME_ME)
         if first.signal in END_SIGNALS:
             log.warning("%s Only the steps after the newest checkpoint are lost.", first.summary)
