@@ -74,13 +74,13 @@ def discarding_effects(run: Any, item: ReplicaBatch) -> Iterator[None]:
     buffers = list(run.task.buffers())
     # buffers are copied for each masked batch, since another process counts the samples in batch norm
     before, metrics_before = [buffer.detach().clone() for buffer in buffers], metrics.states.snapshot()
-    metrics.muted = True  # the process that owns the batch logs its values
+    was_muted, metrics.muted = metrics.muted, True  # the process that owns the batch logs its values
     # separate keys: unmasked batches must draw the same random numbers whichever process has masked ones
     seed_generators(mix(state.seed, MASKED, state.global_step, item.replica, item.batch_idx))
     try:
         yield
     finally:
-        metrics.muted = False
+        metrics.muted = was_muted  # a step that is computed again logs nothing
         metrics.states.restore(metrics_before)
         with torch.no_grad():
             for buffer, value in zip(buffers, before, strict=True):
