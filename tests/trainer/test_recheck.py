@@ -2,6 +2,8 @@
 
 import json
 import re
+from functools import partial
+from itertools import product
 
 import mesh_cases
 import pytest
@@ -10,6 +12,7 @@ import torchmetrics
 from bitwise_cases import Noisy
 from ddp_cases import TWO, Net, fit, loader
 from mesh_cases import CNN, FEATURES, GPT, LAYOUTS
+from shared_processes import run_cases
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -27,6 +30,25 @@ RANKS = {
     "zero1": {"devices": 2, "strategy": "zero1"},
     "fsdp": {"devices": 2, "strategy": {"name": "fsdp", "shard_blocks": ["Sequential"]}},
 }
+WAYS = [("order", 0), ("bitwise", 1)]
+"""Values of `reproducible`, each with the pass over a step that is computed wrong."""
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    """Return the results of all runs on two and on three processes, from one start each, and where they are written."""
+    folder = tmp_path_factory.mktemp("shared")
+    cases = {2: {}, 3: {}}
+    for name, (way, the_pass) in product(RANKS, WAYS):
+        if "devices" in RANKS[name]:
+            cases[RANKS[name]["devices"]][name, way] = partial(flip, name, way, the_pass, folder / name / way)
+    for name, (make, options) in SHARED.items():
+        cases[options["devices"]][name] = partial(train_both, make, folder / name, **options)
+    cases[2] |= {name: partial(train_on_mesh, name) for name in MESHES}
+    results = {}
+    for processes, by_name in cases.items():
+        results |= run_cases(by_name, processes, folder / str(processes))
+    return results, folder
 
 
 # --- a flipped bit ----------------------------------------------------------------------------------------------------
@@ -62,28 +84,37 @@ class Faulty(Net):
         return nn.functional.cross_entropy(nn.functional.linear(self.body(batch[0]), weight, self.head.bias), batch[1])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("reproducible", "the_pass"), [("order", 0), ("bitwise", 1)])
-@pytest.mark.parametrize("name", RANKS)
-def test_a_flipped_bit_is_found_before_the_update(name, reproducible, the_pass, tmp_path):
+def flip(name, reproducible, the_pass, folder):
+    """Return the error of a run with a flipped bit on its last rank."""
     options = {**RANKS[name], "reproducible": reproducible}
-    rank = options.get("devices", 1) - 1
-    task = Faulty(rank, the_pass)
-    saves = lg.callbacks.Checkpoint(dirpath=tmp_path / "kept", every_n_train_steps=1, save_top_k=-1)
-    options |= {"callbacks": [saves], "enable_checkpointing": True, "default_root_dir": tmp_path, "save_code": False}
+    task = Faulty(options.get("devices", 1) - 1, the_pass)
+    saves = lg.callbacks.Checkpoint(dirpath=folder, every_n_train_steps=1, save_top_k=-1)
+    options |= {"callbacks": [saves], "enable_checkpointing": True, "default_root_dir": folder, "save_code": False}
     with pytest.raises(CorruptionError) as caught:
         fit(task, **TWICE, **options)
+    return str(caught.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("reproducible", "the_pass"), WAYS)
+@pytest.mark.parametrize("name", RANKS)
+def test_a_flipped_bit_is_found_before_the_update(name, reproducible, the_pass, request, tmp_path):
+    rank = RANKS[name].get("devices", 1) - 1
+    if rank:
+        results, tmp_path = request.getfixturevalue("shared")
+    folder = tmp_path / name / reproducible
+    told = results[name, reproducible] if rank else flip(name, reproducible, the_pass, folder)
     wanted = (
         r"The two computations of step 4 differ: "
         r"the gradient of head.weight \((\w{16}), then (\w{16})\) on rank (\d) "
     )
-    match = re.match(wanted, str(caught.value))
-    assert match, caught.value
+    match = re.match(wanted, told)
+    assert match, told
     assert abs(int(match[1], 16) - int(match[2], 16)) % 2**32 == 8  # of two gradients in a word
     assert int(match[3]) == rank
-    assert "on rank" not in str(caught.value)[match.end() : match.end() + 40]  # and on no other
-    assert "both passes of step 2 were equal" in str(caught.value)
-    assert max(tmp_path.glob("kept/step-*")).name == "step-00000003"
+    assert "on rank" not in told[match.end() : match.end() + 40]  # and on no other
+    assert "both passes of step 2 were equal" in told
+    assert max(folder.glob("step-*")).name == "step-00000003"
 
 
 @pytest.mark.parametrize("step", [1, 5])
@@ -244,25 +275,39 @@ SHARED = {
 }
 
 
-def record(make, folder, data=None, samples=24, **options):
-    """Return all that a run leaves behind: the bytes of its checkpoints, the values of its log, and how it ended."""
+def train(make, folder, data=None, samples=24, **options):
+    """Return where a run has written its checkpoints and its log."""
     saves = lg.callbacks.Checkpoint(every_n_train_steps=1, save_top_k=-1)
     options = {"accelerator": "cpu", "max_epochs": 2, "log_every_n_steps": 1, "num_sanity_val_steps": 0, **options}
     options["callbacks"] = [saves, *(make_one() for make_one in options.get("callbacks", ()))]
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "save_code": False, "deterministic": True}
     trainer = lg.Trainer(**quiet, **options, default_root_dir=folder)
     trainer.fit(make(), data() if data else loader(samples, shuffle=True), loader(10))
-    checkpoints = sorted(trainer.run_dir.glob("checkpoints/step-*"))
-    lines = map(json.loads, (trainer.run_dir / "metrics.jsonl").read_text().splitlines())
-    states = [json.loads((folder / "state.json").read_text()) for folder in checkpoints]
+    return trainer.run_dir
+
+
+def train_both(make, folder, **options):
+    """Train once without a recheck, and once with one."""
+    return [train(make, folder / str(every), recheck_every=every, **options) for every in (None, 2)]
+
+
+def read(folder):
+    """Return all that a run leaves behind: the bytes of its checkpoints, the values of its log, and how it ended."""
+    checkpoints = sorted(folder.glob("checkpoints/step-*"))
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    states = [json.loads((checkpoint / "state.json").read_text()) for checkpoint in checkpoints]
     for state in states:
         del state["run_id"], state["state"]["elapsed"]
     assert len(checkpoints) >= 2
     return (
-        [path.read_bytes() for folder in checkpoints for path in sorted(folder.glob("*.safetensors"))],
+        [path.read_bytes() for checkpoint in checkpoints for path in sorted(checkpoint.glob("*.safetensors"))],
         states,
-        [{key: value for key, value in line.items() if not key.startswith(("time", "throughput"))} for line in lines],
+        [untimed(line) for line in lines],
     )
+
+
+def untimed(line):
+    return {key: value for key, value in line.items() if not key.startswith(("time", "throughput"))}
 
 
 COMPILED = pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch's compiler with deterministic kernels
@@ -271,10 +316,13 @@ COMPILED = pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch's c
 @pytest.mark.slow
 @COMPILED
 @pytest.mark.parametrize("name", [*ALONE, *SHARED])
-def test_a_run_is_the_same_whether_its_steps_are_computed_twice_or_not(name, tmp_path):
-    make, options = {**ALONE, **SHARED}[name]
-    once, twice = (record(make, tmp_path / str(every), recheck_every=every, **options) for every in (None, 2))
-    for before, after in zip(once, twice, strict=True):
+def test_a_run_is_the_same_whether_its_steps_are_computed_twice_or_not(name, request, tmp_path):
+    if name in SHARED:
+        folders = request.getfixturevalue("shared")[0][name]
+    else:
+        make, options = ALONE[name]
+        folders = train_both(make, tmp_path, **options)
+    for before, after in zip(*map(read, folders), strict=True):
         assert before == after
 
 
@@ -311,16 +359,25 @@ MORE = {
 }
 
 
-@pytest.mark.slow
-@COMPILED
-@pytest.mark.parametrize("name", [*FEATURES, *MORE])
-def test_a_run_on_a_mesh_is_the_same(name):
-    make, options = {**FEATURES, **MORE}[name]
+OVER = ("built on rank 0", "built on rank 0 and cut", "clipped by value", "compiled blocks")
+"""Features that act before the first step or after both computations, and blocks compiled to the same operations."""
+MESHES = {name: case for name, case in {**FEATURES, **MORE}.items() if name not in OVER}
+
+
+def train_on_mesh(name):
+    """Return the weights and the log of a run without a recheck, and of one with it."""
+    make, options = MESHES[name]
     options = {"devices": 2, "deterministic": True, **options}
     runs = [mesh_cases.fit(make(), **options, recheck_every=every) for every in (None, 2)]
-    first, second = (run.task.state_dict() for run in runs)
+    return [(run.task.state_dict(), [(step, untimed(line)) for step, line in run.memory.points]) for run in runs]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MESHES)
+def test_a_run_on_a_mesh_is_the_same(name, shared):
+    (first, points), (second, points_twice) = shared[0][name]
     assert all(torch.equal(first[key], second[key]) for key in first)
-    assert runs[0].memory.points == runs[1].memory.points
+    assert points == points_twice != []
 
 
 # --- what cannot be computed twice ------------------------------------------------------------------------------------
