@@ -2,11 +2,13 @@
 
 import json
 import math
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from resumed_run import SAMPLES, Augmented, Net, everything, lines, loaders, make_trainer
+from shared_processes import run_cases
 from tiny import Tiny, assert_same_bits, make_loader
 from torch import nn
 
@@ -57,35 +59,64 @@ def records(trainer):
     return [json.loads(line) for line in (trainer.run_dir / "spikes.jsonl").read_text().splitlines()]
 
 
-TWO = {"devices": 2, "strategy": "ddp"}
-FSDP = {"devices": 2, "strategy": {"name": "fsdp", "shard_blocks": 8}}
-MESH = {"devices": 2, "strategy": {"name": "mesh", "data": 2}, "reproducible": "order"}
+LAYOUTS = {
+    "one": {},
+    "two": {"devices": 2, "strategy": "ddp"},
+    "fsdp": {"devices": 2, "strategy": {"name": "fsdp", "shard_blocks": 8}},
+    "mesh": {"devices": 2, "strategy": {"name": "mesh", "data": 2}, "reproducible": "order"},
+}
+
+
+def outcome(folder, layout, then):
+    """Return what a run comes to: plain, or with a watch that warns or skips."""
+    watches = [] if then == "plain" else [watch(then)]
+    trainer, task = fit(folder, *watches, checkpoint=False, **LAYOUTS[layout])
+    return {
+        "task": task,
+        "everything": everything(trainer, task) if layout == "one" else None,
+        "spikes": None if then == "plain" else spikes_of(trainer).spikes,
+        "records": None if then == "plain" else records(trainer),
+        "skipped": trainer.state.skipped_steps,
+        "lines": lines(trainer.run_dir),
+    }
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    """Return what each run comes to, by its layout and what the watch does; those of two processes from one start."""
+    folder = tmp_path_factory.mktemp("outcomes")
+    cases = {
+        (layout, then): partial(outcome, folder / f"{layout} {then}", layout, then)
+        for layout in LAYOUTS
+        for then in ("plain", "warn", "skip")
+    }
+    results = run_cases({name: case for name, case in cases.items() if name[0] != "one"}, 2, folder / "cases")
+    results.update({name: case() for name, case in cases.items() if name[0] == "one"})
+    return results
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [{}, TWO, FSDP, MESH], ids=["one", "two", "fsdp", "mesh"])
-def test_a_warning_changes_no_bit_and_comes_from_the_whole_step(tmp_path, processes):
-    warned, warned_task = fit(tmp_path / "warned", watch(), **processes)
-    plain, plain_task = fit(tmp_path / "plain", **processes)
-    assert_same_bits(warned_task, plain_task)
-    if not processes:
-        assert torch.equal(everything(warned, warned_task), everything(plain, plain_task))
-    assert spikes_of(warned).spikes == [record["step"] for record in records(warned)] == steps_of_bad_sample()
-    assert records(warned)[0]["loss"] > 1e3 > records(warned)[0]["limits"]["loss"]
-    assert "skipped_steps" not in str(lines(warned.run_dir))
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_warning_changes_no_bit_and_comes_from_the_whole_step(outcomes, layout):
+    warned, plain = outcomes[layout, "warn"], outcomes[layout, "plain"]
+    assert_same_bits(warned["task"], plain["task"])
+    if layout == "one":
+        assert torch.equal(warned["everything"], plain["everything"])
+    assert warned["spikes"] == [record["step"] for record in warned["records"]] == steps_of_bad_sample()
+    assert warned["records"][0]["loss"] > 1e3 > warned["records"][0]["limits"]["loss"]
+    assert "skipped_steps" not in str(warned["lines"])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [{}, TWO, FSDP, MESH], ids=["one", "two", "fsdp", "mesh"])
-def test_the_update_of_a_spike_is_left_out_alike_on_all_processes(tmp_path, processes):
-    skipped, task = fit(tmp_path / "skipped", watch("skip"), **processes)
-    alone, alone_task = fit(tmp_path / "alone", watch("skip"))
-    assert spikes_of(skipped).spikes == steps_of_bad_sample()
-    assert skipped.state.skipped_steps == 3
-    for ours, theirs in zip(task.parameters(), alone_task.parameters(), strict=True):
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_update_of_a_spike_is_left_out_alike_on_all_processes(outcomes, layout):
+    skipped, alone = outcomes[layout, "skip"], outcomes["one", "skip"]
+    assert skipped["spikes"] == steps_of_bad_sample()
+    assert skipped["skipped"] == 3
+    for ours, theirs in zip(skipped["task"].parameters(), alone["task"].parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
-    if processes is TWO:
-        assert records(skipped) == records(alone)
+    if layout == "two":
+        assert skipped["records"] == alone["records"]
 
 
 @pytest.mark.slow
