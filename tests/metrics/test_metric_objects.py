@@ -1,15 +1,41 @@
 """torchmetrics objects have the value over all samples of their stage."""
 
+from functools import partial
+
 import pytest
 import torch
 import torchmetrics
+from shared_processes import run_cases
 from tiny import Tiny, make_data, make_loader, make_trainer
 from torch import nn
 from torch.utils.data import DataLoader
 
 from legato.base.errors import TaskError
 from legato.tasks.task import Task
-from legato.trainer.processes.launch import run_workers
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """Return all results of two processes, from one start."""
+    folder = tmp_path_factory.mktemp("two")
+    correlate(folder, save_to=folder / "one", max_steps=1, replicas=2)
+    options = {"strategy": "ddp", "devices": 2}
+    cases = {
+        ("correlated", 2): partial(correlate, folder, 2, replicas=2),
+        ("correlated", 4): partial(correlate, folder, 2, replicas=4),
+        ("stopped", 2): partial(correlate, folder, 2, save_to=folder / "two", max_steps=1, replicas=2),
+        ("stopped", 4): partial(correlate, folder, 2, save_to=folder / "four", max_steps=1, replicas=4),
+        ("resumed", 2): partial(correlate, folder, 2, folder / "one"),
+        ("resumed", 4): partial(correlate, folder, 2, folder / "four"),
+        "without a batch": lambda: make_trainer("unused", **options).validate(Computes(), make_loader(4)),
+    }
+    for reproducible in ("order", "bitwise"):
+        more = {**options, "reproducible": reproducible, "replicas": 2}
+        cases["means", reproducible] = partial(measure_means, (1, 2, 3, 5), **more)
+        cases["composed", reproducible] = partial(measure_composed, **more)
+    results = run_cases(cases, 2, folder / "cases")
+    results["folder"] = folder
+    return results
 
 
 # --- torchmetrics -----------------------------------------------------------------------------------------------------
@@ -196,18 +222,12 @@ class Correlated(Tiny):
 
 def correlate(folder, processes=1, resume=None, save_to=None, **options):
     """Return the epochs' values; the run, or its rest, is that of two epochs of three steps with two replicas."""
-
-    def run():
-        task, strategy = Correlated(), "single" if processes == 1 else "ddp"
-        made = make_trainer(
-            folder, strategy=strategy, devices=processes, max_epochs=2, num_sanity_val_steps=0, **options
-        )
-        made.fit(task, make_loader(18), make_loader(18), resume=resume)
-        if save_to is not None:
-            made.save_checkpoint(save_to)
-        return task.values
-
-    return run() if processes == 1 else run_workers(run, processes)
+    task, strategy = Correlated(), "single" if processes == 1 else "ddp"
+    made = make_trainer(folder, strategy=strategy, devices=processes, max_epochs=2, num_sanity_val_steps=0, **options)
+    made.fit(task, make_loader(18), make_loader(18), resume=resume)
+    if save_to is not None:
+        made.save_checkpoint(save_to)
+    return task.values
 
 
 @pytest.mark.parametrize("reproducible", ["order", "bitwise"])
@@ -225,11 +245,13 @@ def test_a_metric_without_reduction_goes_on_in_the_middle_of_an_epoch(tmp_path, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("before", "after", "replicas"), [(2, 1, 2), (1, 2, 2), (2, 2, 4)])
-def test_a_metric_without_reduction_goes_on_with_other_processes(tmp_path, before, after, replicas):
+def test_a_metric_without_reduction_goes_on_with_other_processes(two, before, after, replicas):
     """Also in the epochs after: what swaps states for the sake of the resumed epoch does so no longer."""
-    uninterrupted = correlate(tmp_path, replicas=replicas, processes=before)
-    correlate(tmp_path, before, save_to=tmp_path / "stopped", max_steps=1, replicas=replicas)
-    assert correlate(tmp_path, after, tmp_path / "stopped") == pytest.approx(uninterrupted, rel=1e-4)
+    folder = two["folder"]
+    uninterrupted = two["correlated", replicas] if before == 2 else correlate(folder, replicas=replicas)
+    resumed = two["resumed", replicas] if after == 2 else correlate(folder, resume=folder / "two")
+    assert "correlation 1" in resumed
+    assert resumed == pytest.approx(uninterrupted, rel=1e-4)
 
 
 # --- states reduced by "mean" -----------------------------------------------------------------------------------------
@@ -272,13 +294,11 @@ def measure_means(batches, **options):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("reproducible", ["order", "bitwise"])
-def test_a_mean_over_ranks_counts_updates_and_not_ranks(reproducible):
+def test_a_mean_over_ranks_counts_updates_and_not_ranks(two, reproducible):
     """One batch leaves a rank without any; three are two and one."""
-    options = {"reproducible": reproducible, "replicas": 2}
-    expected = measure_means((1, 2, 3, 5), **options)
+    expected = measure_means((1, 2, 3, 5), reproducible=reproducible, replicas=2)
     assert expected == pytest.approx([3.0, 4.5, 6.0, 9.0])
-    means = run_workers(lambda: measure_means((1, 2, 3, 5), strategy="ddp", devices=2, **options), 2)
-    assert means == pytest.approx(expected)
+    assert two["means", reproducible] == pytest.approx(expected)
 
 
 class Composed(Tiny):
@@ -306,11 +326,10 @@ def measure_composed(**options):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The ``compute`` method")
 @pytest.mark.parametrize("reproducible", ["order", "bitwise"])
-def test_a_metric_made_of_others_is_that_of_one_process(reproducible):
-    options = {"reproducible": reproducible, "replicas": 2}
-    alone = measure_composed(**options)
+def test_a_metric_made_of_others_is_that_of_one_process(two, reproducible):
+    alone = measure_composed(reproducible=reproducible, replicas=2)
     assert alone == [{"both": 2.0, "mean": 1.0, "twice": 2.0}, {"both": 8.0, "mean": 2.0, "twice": 4.0}]
-    assert run_workers(lambda: measure_composed(strategy="ddp", devices=2, **options), 2) == alone
+    assert two["composed", reproducible] == alone
 
 
 def test_an_epoch_that_a_fit_ended_within_is_not_in_the_next_fit_but_in_a_checkpoint(tmp_path, trainer):
@@ -403,10 +422,10 @@ class Computes(Tiny):
 
 
 @pytest.mark.slow
-def test_a_hook_computes_metrics_though_a_rank_had_no_batch(trainer):
-    expected = trainer().validate(Computes(), make_loader(4))
-    (values,) = trainer(strategy="ddp", devices=2).validate(Computes(), make_loader(4))
-    assert values == pytest.approx(expected[0])
+def test_a_hook_computes_metrics_though_a_rank_had_no_batch(two, trainer):
+    (expected,) = trainer().validate(Computes(), make_loader(4))
+    (values,) = two["without a batch"]
+    assert values == pytest.approx(expected)
 
 
 # --- where a metric comes from ----------------------------------------------------------------------------------------

@@ -55,7 +55,7 @@ def train(task, samples=24, batch_size=4, **options):
 def cases():
     """Everything that needs two processes, in the two of one start."""
     torch.set_num_threads(1)
-    weights = {"plain": train(Images()), "uneven": train(Images(), samples=28), "apart": train(Images())}
+    weights = {"plain": train(Images()), "uneven": train(Images(), samples=28)}
     weights["cumulative"] = train(Images(momentum=None))
     weights["not followed"] = train(Images(track_running_stats=False, affine=False))
     weights["own forward"] = train(Images(norm=Halved))

@@ -23,36 +23,39 @@ from legato.base.errors import ConfigError
 KINDS = (Noisy, NoisyGradients, NoisyWeights, NoisySteps, NoisyEvaluation)
 
 
+def of_each_kind(folder, processes):
+    options = {"devices": processes, "strategy": "ddp" if processes > 1 else "single"}
+    return {
+        (kind.__name__, reproducible): partial(
+            train, kind(), folder / f"{processes}", reproducible=reproducible, **options
+        )
+        for kind in KINDS
+        for reproducible in ("order", "bitwise")
+    }
+
+
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """What `Ranks` gathered, by number of processes and (task, reproducible)."""
+    """What `Ranks` gathered, by number of processes and (task, reproducible), or what else was trained."""
     folder = tmp_path_factory.mktemp("random")
-    gathered = {}
-    for processes in (1, 2, 3):
-        cases = {
-            (kind.__name__, reproducible): partial(
-                train,
-                kind(),
-                folder / f"{processes}",
-                reproducible=reproducible,
-                devices=processes,
-                strategy="ddp" if processes > 1 else "single",
-            )
-            for kind in KINDS
-            for reproducible in ("order", "bitwise")
-        }
-        if processes == 1:
-            gathered[1] = {name: case() for name, case in cases.items()}
-        else:
-            manual = {"devices": processes, "strategy": "ddp", "replicas": processes}
-            cases["manual"] = partial(train, NoisyManual(), folder / "manual", **manual)
-            cases["zero1"] = partial(train, Noisy(), folder, devices=processes, strategy="zero1")
-            cases["zero1 bitwise"] = partial(
-                train, Noisy(), folder, devices=processes, strategy="zero1", reproducible="bitwise"
-            )
-            cases["fsdp"] = partial(train, NoiseAlone(), folder, max_steps=1, devices=processes, strategy="fsdp")
-            gathered[processes] = run_cases(cases, processes, folder / f"cases {processes}")
-    return gathered
+
+    def manual(processes):
+        options = {"devices": processes, "strategy": "ddp", "replicas": processes}
+        return partial(train, NoisyManual(), folder / "manual", **options)
+
+    cases = {
+        2: {
+            "manual": manual(2),
+            "zero1": partial(train, Noisy(), folder, devices=2, strategy="zero1"),
+            "zero1 bitwise": partial(train, Noisy(), folder, devices=2, strategy="zero1", reproducible="bitwise"),
+            "fsdp": partial(train, NoiseAlone(), folder, max_steps=1, devices=2, strategy="fsdp"),
+        },
+        3: {**of_each_kind(folder, 3), "manual": manual(3)},
+    }
+    gathered = {
+        processes: run_cases(each, processes, folder / f"cases {processes}") for processes, each in cases.items()
+    }
+    return gathered | {1: {name: case() for name, case in of_each_kind(folder, 1).items()}}
 
 
 @pytest.mark.slow
@@ -60,15 +63,14 @@ def results(tmp_path_factory):
 @pytest.mark.parametrize("reproducible", ["order", "bitwise"])
 def test_what_is_drawn_does_not_depend_on_the_processes(results, kind, reproducible):
     alone = results[1][kind.__name__, reproducible]
-    for processes in (2, 3):
-        several = results[processes][kind.__name__, reproducible]
-        for rank in range(processes):
-            assert largest_difference(several.weights[0], several.weights[rank]) == 0.0
-            assert several.logged[rank] == several.logged[0]
-        difference = largest_difference(alone.weights[0], several.weights[0])
-        assert difference == 0.0 if reproducible == "bitwise" else difference < 1e-5
-        for name, value in alone.logged[0].items():
-            torch.testing.assert_close(several.logged[0][name], value)
+    several = results[3][kind.__name__, reproducible]
+    for rank in range(3):
+        assert largest_difference(several.weights[0], several.weights[rank]) == 0.0
+        assert several.logged[rank] == several.logged[0]
+    difference = largest_difference(alone.weights[0], several.weights[0])
+    assert difference == 0.0 if reproducible == "bitwise" else difference < 1e-5
+    for name, value in alone.logged[0].items():
+        torch.testing.assert_close(several.logged[0][name], value)
 
 
 @pytest.mark.slow
