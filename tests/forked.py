@@ -15,6 +15,7 @@ import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import takewhile
 from multiprocessing import forkserver, resource_tracker, util
 from pathlib import Path
 from typing import Any
@@ -211,12 +212,13 @@ def _start_python(*arguments: Any) -> int:
     """Fork where subprocess.Popen starts Python, which would import torch again."""
     command, _, _, kept, cwd, environment, *streams, _, _, _, session = arguments[:16]
     words = [os.fsdecode(word) for word in command]
+    settings = list(takewhile(lambda word: "=" in word, words[1:])) if words[0] == "env" else []
+    if settings:  # as a sweep gives devices to its trials
+        del words[: 1 + len(settings)]
     while words[1:2] == ["-u"]:
         del words[1]
-    plain = (
-        not callable(arguments[-2]) and arguments[16] == -1 and len(kept) == 1
-    )  # no preexec_fn, process group, pass_fds
-    if words[0] != sys.executable or words[1:2] in ([], ["-X"], ["-W"]) or not plain:
+    plain = arguments[16] == -1 and len(kept) == 1  # no process group, pass_fds
+    if words[:1] != [sys.executable] or words[1:2] in ([], ["-X"], ["-W"]) or not plain:
         return int(_fork_exec(*arguments))
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
@@ -234,6 +236,9 @@ def _start_python(*arguments: Any) -> int:
         if environment is not None:
             os.environb.clear()
             os.environb.update(pair.split(b"=", 1) for pair in environment)
+        os.environ.update(setting.split("=", 1) for setting in settings)
+        if callable(arguments[-2]):  # preexec_fn
+            arguments[-2]()
         sys.stdin = os.fdopen(0, closefd=False)
         atexit._clear()
         util._finalizer_registry.clear()

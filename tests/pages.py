@@ -19,10 +19,11 @@ import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from forked import completed, run_module, run_script
+from forked import completed, run_module, run_program
 
 import legato
 
@@ -110,15 +111,21 @@ class Reader:
     def script(self, text: str, name: str = "page.py") -> str:
         """Run the text of a script and return its output. Raises AssertionError if it fails."""
         self.write(name, text)
-        return self._finish(name, _run_script, name)
+        return self._finish(name, {}, _run_python, name)
 
     def command(self, line: str) -> str:
         """Run a shell command and return its output; `legato` and `python` run without importing torch again."""
         words = shlex.split(line)
+        given: str | None = None
         if words[0] == "cd":
             self.folder = self.folder / words[1]
             assert self.folder.is_dir(), line
             return ""
+        if "|" in words:
+            before, _, line = line.partition(" | ")
+            words, given = shlex.split(line), self.command(before)
+        settings = dict(word.split("=", 1) for word in takewhile(lambda word: "=" in word, words))
+        words = words[len(settings) :]
         if set(words) & {"|", "&&", ";", ">", "&"}:
             words = ["bash", "-euc", line]
         if words[0] == "legato":
@@ -127,14 +134,15 @@ class Reader:
             ):  # settings of the command take precedence
                 first = next((i for i, word in enumerate(words[2:], 2) if not word.endswith(".yaml")), len(words))
                 words[first:first] = self.tiny
-            return self._finish(line, run_module, *words)
-        if words[0] == "python" and words[1].endswith(".py"):
-            return self._finish(line, _run_script, *words[1:])
+            return self._finish(line, settings, run_module, *words)
+        if words[0] == "python":
+            return self._finish(line, settings, _run_python, *words[1:])
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         done = subprocess.run(
             words,
             cwd=self.folder,
-            env={**os.environ, "PATH": path},
+            env={**os.environ, "PATH": path, **settings},
+            input=given,
             capture_output=True,
             text=True,
             timeout=self.timeout,
@@ -143,12 +151,12 @@ class Reader:
         assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
         return done.stdout
 
-    def _finish(self, command: str, *called: Any) -> str:
-        done = completed(*called, timeout=self.timeout, cwd=self.folder)
+    def _finish(self, command: str, settings: dict[str, str], *called: Any) -> str:
+        done = completed(*called, timeout=self.timeout, cwd=self.folder, env={**os.environ, **settings})
         assert done.returncode == 0, f"{command} ended with {done.returncode}\n{done.stdout}\n{done.stderr}"
         return done.stdout
 
 
-def _run_script(*words: str) -> None:
+def _run_python(*words: str) -> None:
     warnings.simplefilter("error")
-    run_script(*words)
+    run_program(*words)

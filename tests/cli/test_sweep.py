@@ -250,6 +250,7 @@ def test_a_sweep_that_is_ended_or_killed_goes_on() -> None:
             assert "Trials left to run: 2. Repeat the command to continue." in out
             assert not trial_processes()
         wait_for(lambda: not trial_processes())
+        assert all('"step": 36' not in log.read_text() for log in logs)
     out, _ = finished(sweep(*words), 0)
     assert "done" in out.splitlines()[-1]
     out, _ = finished(sweep(*words, "--quiet"), 0)
