@@ -1,15 +1,18 @@
 """Several nodes: two connected network namespaces, under torchrun and Legato's launcher; elastic nodes."""
 
+import ctypes
+import functools
+import os
 import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
-import forked
 import pytest
-from forked import Forked, run_module
+from forked import Forked, run_module, run_script
 from torch.distributed import TCPStore
+from waiting import kill_session
 
 from legato.base.errors import ConfigError
 from legato.base.place import Place
@@ -17,7 +20,7 @@ from legato.trainer.processes.layout import check_place, describe_layout
 
 CABLE = """
 set -e
-unshare -n sleep 300 &
+unshare -n sleep 600 > /dev/null &
 other=$!
 trap 'kill $other' EXIT
 for try in $(seq 1000); do
@@ -30,16 +33,11 @@ ip addr add 10.77.0.1/24 dev left
 ip link set left up
 ip link set lo up
 nsenter -t $other -n sh -c 'ip addr add 10.77.0.2/24 dev right; ip link set right up; ip link set lo up'
-if [ $# = 0 ]; then exit 0; fi
-export MASTER_ADDR=10.77.0.1 MASTER_PORT=29400
-GLOO_SOCKET_IFNAME=right NODE_RANK=1 nsenter -t $other -n --preserve-credentials "$@" > other 2>&1 &
-second=$!
-GLOO_SOCKET_IFNAME=left NODE_RANK=0 "$@"
-wait $second
+echo $$ $other
+read
 """
-"""Runs a command in two namespaces, which have each their own loopback and see each other through a veth pair only."""
+"""Holds two namespaces, which have each their own loopback and see each other through a veth pair only."""
 
-PYTHON = sys.executable, str(Path(forked.__file__))
 TASK = """
 import sys
 import legato as lg
@@ -74,6 +72,7 @@ finally:
 """
 
 
+@functools.cache
 def alone():
     """The same four replicas in a single process."""
     import torch
@@ -88,13 +87,6 @@ def alone():
     return f"slope {task.slope.item():.6f} after 3 steps"
 
 
-def namespaces_are_allowed():
-    if sys.platform != "linux" or not all(map(shutil.which, ("unshare", "nsenter", "ip", "bash"))):
-        return False
-    tried = subprocess.run(["unshare", "-Urn", "bash", "-c", CABLE], capture_output=True, timeout=60)
-    return tried.returncode == 0
-
-
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     shutil.copy(Path(__file__).parents[1] / "launched_task.py", tmp_path)
@@ -103,51 +95,87 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def cable():
-    if not namespaces_are_allowed():
-        pytest.skip("network namespaces are not allowed here")
+    """Return a process in each of two namespaces."""
+    if sys.platform != "linux" or not all(map(shutil.which, ("unshare", "nsenter", "ip", "bash"))):
+        pytest.skip("network namespaces need Linux, unshare, nsenter, ip and bash")
+    words = ["unshare", "-Urn", "bash", "-c", CABLE]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        processes = holder.stdout.readline().split()
+        if not processes:
+            pytest.skip("network namespaces are not allowed here")
+        yield processes
+        holder.communicate("")
 
 
-def on_two_nodes(*command):
-    words = ["unshare", "-Urn", "bash", "-c", CABLE, "bash", *command]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stdout + done.stderr + Path("other").read_text()
-    return done.stdout, done.stderr, Path("other").read_text()
+def run_there(cable, node, function, *arguments):
+    """Call a function in the namespace of a node."""
+    names = f"/proc/{cable[0]}/ns/user", f"/proc/{cable[node]}/ns/net"
+    descriptors = [os.open(name, os.O_RDONLY) for name in names]
+    for descriptor in descriptors:
+        assert ctypes.CDLL(None, use_errno=True).setns(descriptor, 0) == 0, os.strerror(ctypes.get_errno())
+        os.close(descriptor)
+    function(*arguments)
+
+
+def ends_of(nodes):
+    """Return the exit code of each process, its output and its errors."""
+    try:
+        ends = [node.communicate(timeout=240) for node in nodes]
+        return [(node.returncode, *end) for node, end in zip(nodes, ends, strict=True)]
+    finally:
+        for node in nodes:
+            kill_session(node.pid)
+
+
+def on_two_nodes(cable, function, *words, interfaces=("left", "right")):
+    """Run a program on both nodes: one that `function` runs by these words."""
+    nodes = []
+    for rank, interface in enumerate(interfaces):
+        more = {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29400", "NODE_RANK": str(rank)}
+        environment = {**os.environ, **more, "GLOO_SOCKET_IFNAME": interface}
+        nodes.append(Forked(run_there, cable, rank, function, *words, env=environment))
+    return ends_of(nodes)
+
+
+def run_agent(script):
+    """Run a script by torchrun, on the node of this process."""
+    names = {"node-rank": "NODE_RANK", "master-addr": "MASTER_ADDR", "master-port": "MASTER_PORT"}
+    where = [f"--{option}={os.environ[name]}" for option, name in names.items()]
+    run_module("torch.distributed.run", "--nnodes=2", "--nproc-per-node=2", *where, script)
+
+
+def assert_trained(first, second, launcher):
+    """Check that both nodes have trained as one process does, and that rank 0 has said once who met."""
+    assert first[0] == second[0] == 0, (first, second)
+    assert [end[1].count(alone()) for end in (first, second)] == [2, 2]
+    assert first[2].count(f"4 processes on 2 nodes, started by {launcher}, met at 10.77.0.1:29400") == 1
+    assert "met at" not in "".join(second[1:])
 
 
 @pytest.mark.slow
 def test_two_nodes_with_torchrun(cable, folder):
-    node = "$0 $1 -m torch.distributed.run --nnodes=2 --nproc-per-node=2 --node-rank=$NODE_RANK"
-    command = f"{node} --master-addr=$MASTER_ADDR --master-port=$MASTER_PORT script.py"
-    out, errors, second = on_two_nodes("bash", "-c", command, *PYTHON)
-    assert out.count(alone()) == 2
-    assert second.count(alone()) == 2
-    assert errors.count("4 processes on 2 nodes, started by torchrun, met at 10.77.0.1:29400") == 1
-    assert "node 0 " in errors
-    assert "node 1 " in errors
-    assert "met at" not in second  # said once
+    first, second = on_two_nodes(cable, run_agent, "script.py")
+    assert_trained(first, second, "torchrun")
+    assert "node 0 " in first[2]
+    assert "node 1 " in first[2]
 
 
 @pytest.mark.slow
 def test_two_nodes_with_legatos_own_launcher(cable, folder):
-    out, errors, second = on_two_nodes(*PYTHON, "script.py", "own")
-    assert out.count(alone()) == 2
-    assert second.count(alone()) == 2
-    assert errors.count("4 processes on 2 nodes, started by legato, met at 10.77.0.1:29400") == 1
-    assert "ranks 0-1 on cpu" in errors
-    assert "ranks 2-3 on cpu" in errors
-    assert "met at" not in second
+    first, second = on_two_nodes(cable, run_script, "script.py", "own")
+    assert_trained(first, second, "legato")
+    assert "ranks 0-1 on cpu" in first[2]
+    assert "ranks 2-3 on cpu" in first[2]
 
 
 @pytest.mark.slow
 def test_ranks_that_cannot_connect_end_with_one_sentence(cable, folder):
-    script = 'GLOO_SOCKET_IFNAME=lo; "$@" 2>&1; echo code $?'
-    out, _, second = on_two_nodes("bash", "-c", script, "bash", *PYTHON, "script.py", "own")
-    for text in (out, second):
-        assert re.search(r"WorkerError: Rank \d of 4 cannot connect to the others", text)
-        assert "set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to an interface that reaches the" in text
-        assert "code 1" in text
+    for code, _, errors in on_two_nodes(cable, run_script, "script.py", "own", interfaces=("lo", "lo")):
+        assert code == 1
+        assert re.search(r"WorkerError: Rank \d of 4 cannot connect to the others", errors)
+        assert "set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to an interface that reaches the" in errors
 
 
 @pytest.mark.slow
@@ -161,10 +189,10 @@ def test_ranks_that_cannot_connect_end_with_one_sentence(cable, folder):
 def test_a_rank_that_has_lost_the_network_ends_after_its_limit(cable, folder, limit, head):
     """Rank 1 also loses the store, which is on rank 0's node, so it cannot read the other ranks' positions."""
     (folder / "cut.py").write_text(CUT)
-    out, _, second = on_two_nodes("bash", "-c", '"$@" 2>&1; echo code $?', "bash", *PYTHON, "cut.py", limit)
-    assert "code 1" in out
+    (code, *first), (other_code, *second) = on_two_nodes(cable, run_script, "cut.py", limit)
+    out, second = "".join(first), "".join(second)
+    assert code == other_code == 1, (out, second)
     assert "rank 1 is not responding: it was suspended, has exited, has no network" in out
-    assert "code 1" in second
     assert head in second
     assert "The positions of the other ranks are unknown: The ranks' shared store has not responded for 10 s." in second
     assert "rank 1 is waiting in backward for the other ranks' gradients" in second
@@ -179,15 +207,10 @@ def test_torchruns_elastic_nodes(folder):
     words = ["torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=2", "--rdzv-backend=c10d"]
     words += [f"--rdzv-endpoint=127.0.0.1:{store.port}", "--rdzv-conf=is_host=false,last_call_timeout=8"]
     words += ["--local-addr=127.0.0.1"]
-    nodes = [Forked(run_module, *words, "script.py") for _ in range(2)]
-    try:
-        ends = [node.communicate(timeout=240) for node in nodes]
-    finally:
-        for node in nodes:
-            node.kill()
-    assert [node.returncode for node in nodes] == [0, 0], ends
-    assert sum(out.count(alone()) for out, _ in ends) == 4
-    assert sum(errors.count("4 processes on 2 nodes, started by torchrun") for _, errors in ends) == 1
+    ends = ends_of([Forked(run_module, *words, "script.py") for _ in range(2)])
+    assert [code for code, *_ in ends] == [0, 0], ends
+    assert sum(out.count(alone()) for _, out, _ in ends) == 4
+    assert sum(errors.count("4 processes on 2 nodes, started by torchrun") for *_, errors in ends) == 1
 
 
 # --- the roll ---------------------------------------------------------------------------------------------------------
