@@ -5,7 +5,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -54,11 +53,16 @@ def ended(tmp_path):
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
         environment = {**os.environ, **address, "WHO": str(who), "WHEN": when}
         words = ("legato", "fit", "config.yaml")
-        start = partial(Forked, run_module, *words)
-        if when == "step":  # how an interpreter lets go of its connections at its end is part of it
+
+        def start(rank):
+            options = {"cwd": tmp_path, "env": {**environment, "RANK": str(rank)}}
+            if (when, who) != ("step", rank):
+                return Forked(run_module, *words, **options)
+            # how an interpreter lets go of its connections at its end is part of it
             pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-            start = partial(subprocess.Popen, [sys.executable, "-m", *words], **pipes)
-        ranks = [start(cwd=tmp_path, env={**environment, "RANK": str(rank)}) for rank in range(2)]
+            return subprocess.Popen([sys.executable, "-m", *words], **pipes, **options)
+
+        ranks = [start(rank) for rank in range(2)]
         try:
             outputs = ["".join(rank.communicate(timeout=120)) for rank in ranks]
         finally:
