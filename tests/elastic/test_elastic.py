@@ -63,7 +63,7 @@ def assert_same(task, trainer, undisturbed):
 
 # --- any process, any moment ------------------------------------------------------------------------------------------
 @pytest.mark.slow
-@pytest.mark.parametrize(("processes", "kills", "seed"), [(2, 4, 1), (4, 6, 3)])
+@pytest.mark.parametrize(("processes", "kills", "seed"), [(2, 3, 1), (4, 3, 3)])
 def test_kills_at_random_moments_do_not_change_the_result(tmp_path, folder, undisturbed, processes, kills, seed):
     def plan(killer):
         killer.wait_for_members(processes)
@@ -130,7 +130,7 @@ def test_an_update_is_not_repeated_after_a_death_right_after_it(tmp_path, folder
 
 @pytest.mark.slow
 def test_two_killed_at_once_or_during_healing(tmp_path, folder, undisturbed):
-    delays = [0.0, 0.005, 0.015, 0.03]
+    delays = [0.0, 0.01, 0.03]
 
     def plan(killer):
         for delay in delays:
@@ -526,7 +526,7 @@ class Spiky(Net):
 
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
-        return loss * 1e5 if self.global_step in (31, 62) else loss
+        return loss * 1e5 if self.global_step in (31, 52) else loss
 
 
 def watched(root, folder=None, **options):
@@ -534,7 +534,7 @@ def watched(root, folder=None, **options):
     averages, spikes = lg.callbacks.ExponentialMovingAverage(0.9), lg.lab.SpikeWatch(50, 8, "skip")
     task, trainer = fit(root, task=Spiky(folder), callbacks=[averages, spikes], **options)
     averages, spikes = (callback for callback in trainer.callbacks if type(callback) in (type(averages), type(spikes)))
-    assert spikes.spikes == [32, 63]
+    assert spikes.spikes == [32, 53]
     results = averages.averaged_state_dict()
     records = [json.loads(line) for line in (trainer.run_dir / "spikes.jsonl").read_text().splitlines()]
     seen = [(record["step"], record["loss"], record["gradient_norm"]) for record in records]
@@ -544,7 +544,7 @@ def watched(root, folder=None, **options):
 @pytest.mark.slow
 def test_survivors_have_the_weight_averages_and_the_spike_statistics(tmp_path, folder):
     def plan(killer):
-        for _ in range(3):
+        for _ in range(2):
             time.sleep(killer.random.random() * 0.3)
             killer.kill(killer.random.choice(killer.wait_for_members(2)))
         hold = folder / "hold-0.05"
@@ -553,9 +553,9 @@ def test_survivors_have_the_weight_averages_and_the_spike_statistics(tmp_path, f
         hold.unlink()
 
     expected = watched(tmp_path / "alone")
-    with Killer(folder, plan, kills=4) as killer:
-        results = watched(tmp_path, folder, elastic=True, devices=3, max_restarts=4)
-    assert len(killer.dead) == 4
+    with Killer(folder, plan, kills=3) as killer:
+        results = watched(tmp_path, folder, elastic=True, devices=3, max_restarts=3)
+    assert len(killer.dead) == 3
     assert results == expected
 
 
