@@ -429,6 +429,7 @@ def make_trainer(scene: Scene, folder: Path, faults: list[Fault], **changed: Any
         "num_sanity_val_steps": 0,
         "enable_progress_bar": False,
         "enable_model_summary": False,
+        "save_code": False,  # by git, in three processes a run
         "default_root_dir": folder / "runs",
         **scene.arguments,
         **changed,

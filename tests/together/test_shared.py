@@ -63,7 +63,7 @@ def test_two_users_and_a_failure_in_the_middle(stage, names):
 def test_what_the_caller_has_set_is_left_alone(kind, tmp_path):
     """`fit` of play.py compares; here the caller's settings are none of the defaults."""
     load()
-    scene = Scene(arguments={"threads": 1, "deterministic": True, "detect_anomaly": True})
+    scene = Scene(arguments={"threads": 1, "deterministic": True, "detect_anomaly": True, "save_code": True})
     trainer = make_trainer(scene, tmp_path, [fault := Fault(kind, 6, tmp_path)] if kind else [])
     numbers = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP
     before = {number: signal.signal(number, lambda *_: None) for number in numbers}
