@@ -4,6 +4,7 @@ import errno
 import itertools
 import math
 import os
+from functools import partial
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from mesh_cases import CNN, GPT, RUNS, fit, in_one, mesh
 from safetensors.torch import load_file
 from several_ranks import on_ranks
+from shared_processes import run_cases
 
 import legato as lg
 from legato.base.errors import CheckpointError
@@ -21,7 +23,6 @@ from legato.cli.main import main
 from legato.trainer.checkpoints import commit, reading
 from legato.trainer.checkpoints.background import Writer
 from legato.trainer.checkpoints.shards import ShardBlock
-from legato.trainer.processes.launch import run_workers
 
 
 # --- parts ------------------------------------------------------------------------------------------------------------
@@ -130,15 +131,19 @@ LAYOUTS = {
     "shard x tensor": (4, mesh(shard=2, tensor=2)),
 }
 """Processes and strategy."""
-OPTIONS = {**RUNS["adamw"], "max_epochs": 6, "enable_checkpointing": True, "limit_val_batches": 0}
-
-
-def grouped():
-    """Group the layouts by their number of processes, so that each number starts once."""
-    results = {}
-    for name, (processes, strategy) in LAYOUTS.items():
-        results.setdefault(processes, {})[name] = strategy
-    return results
+SOURCES = {
+    **{name: tuple(LAYOUTS) for name in ("single", "ddp", "zero1", "tensor")},
+    "shard": ("single", "tensor", "shard x tensor"),
+    "data x shard": ("single", "tensor", "shard"),
+    "shard x tensor": ("single", "tensor", "data x shard"),
+}
+"""Whose checkpoints each layout takes over: whole ones, and those that are cut in other ways."""
+LEGS = {
+    GPT: ("single", "tensor", "shard", "shard x tensor", "ddp"),
+    CNN: ("single", "tensor", "shard", "ddp"),
+}
+"""One process, two with cut layers, four with sharded weights, four with both, and two with full copies."""
+OPTIONS = {"max_epochs": 6, "limit_val_batches": 0}
 
 
 class Looks(lg.Callback):
@@ -149,35 +154,87 @@ class Looks(lg.Callback):
 
     def on_train_start(self, trainer, task):
         trainer.save_checkpoint(self.folder)
-        saved = reading.read_checkpoint(self.folder)
-        self.restored = saved["state_dict"], saved["optimizer_states"][0]["state"]
+        if trainer.is_global_zero:
+            saved = reading.read_checkpoint(self.folder)
+            self.restored = saved["state_dict"], saved["optimizer_states"][0]["state"]
         trainer.should_stop = True
+
+
+def options_of(name):
+    processes, strategy = LAYOUTS[name]
+    return {**OPTIONS, "strategy": strategy, "devices": processes}
+
+
+def save(root, name):
+    """Train one step."""
+    fit(
+        GPT("adamw"),
+        **{**options_of(name), "replicas": 4, "max_steps": 1, "enable_checkpointing": True},
+        default_root_dir=root / name,
+        run_name="one",
+    )
+
+
+def take_over(root, name, source):
+    """Return weights and optimizer states right after a resume."""
+    looks = Looks(root / "taken" / f"{name}-{source}")
+    options = {**options_of(name), "max_steps": 2, "logger": None}
+    fit(GPT("adamw"), **options, callbacks=[looks], resume=of(root, source))
+    return looks.restored
+
+
+def leg(root, kind, name):
+    """Train one step more, on the last layout all that is left; return the weights."""
+    number = LEGS[kind].index(name)
+    last = number == len(LEGS[kind]) - 1
+    limit = {} if last else {"max_steps": number + 1}
+    saver = Checkpoint(every_n_train_steps=1, asynchronous=number % 2 == 0)
+    task, folder = kind("adamw"), root / "moves" / kind.__name__
+    options = {**RUNS["adamw"], **options_of(name), **limit, "enable_checkpointing": True, "callbacks": [saver]}
+    fit(task, **options, default_root_dir=folder, run_name="moves", resume="auto")
+    return flat(task) if last else None
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Train two steps on every layout; return the folder with a checkpoint of each layout."""
-    root = tmp_path_factory.mktemp("saved")
+    return tmp_path_factory.mktemp("saved")
 
-    def work(processes, layouts):
-        for name, strategy in layouts.items():
-            fit(
-                GPT("adamw"),
-                **{**OPTIONS, "max_steps": 2, "strategy": strategy, "devices": processes},
-                default_root_dir=root / name,
-                run_name="one",
-            )
 
-    for processes, layouts in grouped().items():
-        run_workers(lambda p=processes, group=layouts: work(p, group), processes)
-    return root
+@pytest.fixture(scope="module")
+def results(saved):
+    """All runs: each number of processes starts at most twice. Returns what `take_over` and `leg` return."""
+
+    def cases(processes, *makers):
+        names = [name for name in LAYOUTS if LAYOUTS[name][0] == processes]
+        return {key: case for make in makers for name in names for key, case in make(name).items()}
+
+    def saves(name):
+        return {name: partial(save, saved, name)}
+
+    def legs(name):
+        return {(kind, name): partial(leg, saved, kind, name) for kind, names in LEGS.items() if name in names}
+
+    def takes(name):
+        return {(name, source): partial(take_over, saved, name, source) for source in SOURCES[name]}
+
+    def first_two(name):
+        return {**saves(name), **(legs(name) if name == "tensor" else {})}
+
+    for case in cases(1, saves, legs).values():
+        case()
+    found = run_cases(cases(2, first_two), 2, saved / "a")
+    found.update(run_cases(cases(4, saves, legs, takes), 4, saved / "b"))
+    found.update(run_cases(cases(2, takes, lambda name: legs(name) if name == "ddp" else {}), 2, saved / "c"))
+    found.update({name: case() for name, case in cases(1, takes).items()})
+    return found
 
 
 def of(saved, name):
-    return saved / name / "one" / "version_0" / "checkpoints" / "step-00000002"
+    return saved / name / "one" / "version_0" / "checkpoints" / "step-00000001"
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("results")
 def test_each_process_writes_its_part_and_nothing_is_gathered(saved):
     sizes = {}
     for name in ("shard", "shard x tensor", "single"):
@@ -193,60 +250,29 @@ def test_each_process_writes_its_part_and_nothing_is_gathered(saved):
 
 
 @pytest.mark.slow
-def test_every_layout_takes_over_the_checkpoint_of_every_other(saved, tmp_path):
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout_takes_over_the_checkpoints_of_others(saved, results, name):
     """Weights and optimizer states are equal to the last bit, whichever processes wrote them."""
-
-    def work(processes, layouts):
-        results = {}
-        for (name, strategy), source in itertools.product(layouts.items(), LAYOUTS):
-            looks = Looks(tmp_path / f"{name}-{source}")
-            fit(
-                GPT("adamw"),
-                **{**OPTIONS, "max_steps": 3, "strategy": strategy, "devices": processes},
-                default_root_dir=tmp_path / "runs",
-                run_name=f"{name}-{source}".replace(" ", ""),
-                callbacks=[looks],
-                resume=of(saved, source),
-            )
-            results[name, source] = looks.restored
-        return results
-
-    wanted = {name: reading.read_checkpoint(of(saved, name)) for name in LAYOUTS}
-    for processes, layouts in grouped().items():
-        results = run_workers(lambda p=processes, group=layouts: work(p, group), processes)
-        for (name, source), (weights, moments) in results.items():
-            theirs = wanted[source]
-            assert weights.keys() == theirs["state_dict"].keys()
-            for key, value in theirs["state_dict"].items():
-                assert torch.equal(weights[key], value), (name, source, key)
-            for index, values in theirs["optimizer_states"][0]["state"].items():
-                for key, value in values.items():
-                    assert torch.equal(torch.as_tensor(moments[index][key]), torch.as_tensor(value)), (name, source)
+    for source in SOURCES[name]:
+        weights, moments = results[name, source]
+        theirs = reading.read_checkpoint(of(saved, source))
+        assert weights.keys() == theirs["state_dict"].keys()
+        for key, value in theirs["state_dict"].items():
+            assert torch.equal(weights[key], value), (source, key)
+        for index, values in theirs["optimizer_states"][0]["state"].items():
+            for key, value in values.items():
+                assert torch.equal(torch.as_tensor(moments[index][key]), torch.as_tensor(value)), source
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [GPT, CNN])
-def test_a_run_that_moves_from_layout_to_layout_is_the_run_of_one_process(tmp_path, kind):
-    """Four processes with sharded weights, two with cut layers, one, two with full copies, and four again."""
-    legs = ["shard", "tensor", "single", "ddp", "shard x tensor"]
-
-    def leg(number, name):
-        processes, strategy = LAYOUTS[name]
-        options = {**OPTIONS, "strategy": strategy, "devices": processes}
-        if number < len(legs) - 1:
-            options["max_steps"] = number + 1
-        asynchronous = [Checkpoint(every_n_train_steps=1, asynchronous=number % 2 == 0)]
-        task = kind("adamw")
-        fit(task, **options, default_root_dir=tmp_path, run_name="moves", callbacks=asynchronous, resume="auto")
-        return flat(task)
-
-    for number, name in enumerate(legs):
-        weights = run_workers(lambda n=number, layout=name: leg(n, layout), LAYOUTS[name][0])
+@pytest.mark.parametrize("kind", LEGS)
+def test_a_run_that_moves_from_layout_to_layout_is_the_run_of_one_process(results, kind):
     expected, _ = in_one(kind("adamw"), **{**RUNS["adamw"], "max_epochs": 6})
-    assert float((weights - expected).abs().max()) < 5e-6
+    assert float((results[kind, LEGS[kind][-1]] - expected).abs().max()) < 5e-6
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("results")
 def test_export(saved, tmp_path, capsys):
     target = tmp_path / "out.safetensors"
     assert main(["export", str(of(saved, "shard x tensor")), str(target)]) == 0
