@@ -31,10 +31,23 @@ def ended(processes):
     return wait_until(lambda: not any(process.is_alive() for process in processes))
 
 
+MAP, STREAM = [(torch.zeros(3), torch.zeros(1))] * 64, Endless()
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("persistent", [False, True])
-@pytest.mark.parametrize("data", [[(torch.zeros(3), torch.zeros(1))] * 64, Endless()], ids=["map", "stream"])
-@pytest.mark.parametrize("how", ["error", "interrupt", "stop", "validation"])
+@pytest.mark.parametrize(
+    ("how", "data", "persistent"),
+    [
+        ("error", MAP, False),
+        ("error", STREAM, True),
+        ("interrupt", MAP, True),
+        ("interrupt", STREAM, False),
+        ("stop", MAP, False),
+        ("stop", STREAM, True),
+        ("validation", MAP, True),
+        ("validation", STREAM, False),
+    ],
+)
 def test_no_worker_outlives_the_run(trainer, data, persistent, how):
     """Though somebody holds the traceback, as a notebook does, and the loader."""
 

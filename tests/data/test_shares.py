@@ -1,8 +1,12 @@
 """Data of which each process reads its own share, from a sampler, a stream or a dataset: recognized by comparison."""
 
+import shutil
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
+from shared_processes import run_cases
 from torch import distributed, nn
 from torch.utils.data import (
     BatchSampler,
@@ -17,7 +21,6 @@ from torch.utils.data import (
 import legato as lg
 from legato.base.errors import ConfigError, DataError, LegatoError
 from legato.trainer.data.shares import are_shares, differ, hashes_of
-from legato.trainer.processes.launch import run_workers
 from legato.trainer.processes.ranks import Ranks
 
 pytestmark = pytest.mark.slow
@@ -150,22 +153,46 @@ SAME = {
 }
 
 
+def saved(folder):
+    return {"default_root_dir": folder, "enable_checkpointing": True, "max_epochs": 2}
+
+
+def stop(make, folder):
+    """Return the samples of a whole run, and those of one that stops; a copy of the folder is for another resume."""
+    undisturbed, stopped = train(make, max_epochs=2), train(make, max_steps=11, **saved(folder))
+    if place()[0] == 0:
+        shutil.copytree(folder, f"{folder} again")
+    return undisturbed[0], stopped[0]
+
+
+def resume(make, folder, **options):
+    trainer, task = lg.Trainer(**{**QUIET, **saved(folder), **options}), Sum(make)
+    trainer.fit(task, resume="auto")
+    return [value for rank in trainer.strategy.collectives.gather_objects(task.trained) for value in rank]
+
+
 @pytest.fixture(scope="module")
-def results():
-    def work():
-        def twice(make):
-            return train(make, make, max_epochs=2)
-
-        dealt = {name: twice(make) for name, make in SAME.items()}
-        # only streams of one epoch can be read from a generator
-        return {name: train(make, make) for name, make in SHARES.items()}, dealt
-
-    return run_workers(work, 2, threads=1)
+def results(tmp_path_factory):
+    """Return what each case has trained and validated on, or its error's text; all from one start."""
+    folder = tmp_path_factory.mktemp("shares")
+    # only streams of one epoch can be read from a generator
+    cases = {("shares", name): partial(train, make, make) for name, make in SHARES.items()}
+    cases |= {("same", name): partial(train, make, make, max_epochs=2) for name, make in SAME.items()}
+    cases |= {("refused", name): partial(train, make, **options) for name, (make, options, _) in REFUSED.items()}
+    cases["evaluation"] = lambda: train(
+        SHARES["a stream"], lambda: DataLoader(Numbers(range(61)), 4), use_distributed_sampler=False
+    )
+    for name in RESUMED:
+        cases["stopped", name] = partial(stop, SHARES[name], folder / name)
+        cases["resumed", name] = partial(resume, SHARES[name], folder / name, strategy="ddp", devices=2)
+    results = run_cases(cases, 2, folder / "cases", threads=1)
+    results["folder"] = folder
+    return results
 
 
 @pytest.mark.parametrize("name", SHARES)
 def test_shares_of_61_samples_are_trained_on_and_validated_once(results, name):
-    trained, validated, _, steps = results[0][name]
+    trained, validated, _, steps = results["shares", name]
     expected = list(range(61))
     if name == "a weighted dataset":  # which draws 30 of the 31 samples of rank 0
         expected.remove(next(iter(set(expected) - set(trained))))
@@ -177,7 +204,7 @@ def test_shares_of_61_samples_are_trained_on_and_validated_once(results, name):
 
 @pytest.mark.parametrize("name", SAME)
 def test_the_same_data_are_dealt_out(results, name):
-    trained, validated, _, steps = results[1][name]
+    trained, validated, _, steps = results["same", name]
     samples, size = (2, 1) if name == "few samples" else (61, 4)
     expected = [7] * 61 if name == "equal samples" else list(range(samples))
     assert trained == validated == sorted(2 * expected)
@@ -224,42 +251,29 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_right_is_refused_before_the_first_step(name):
-    make, options, message = REFUSED[name]
-    error, steps = run_workers(lambda: train(make, **options), 2, threads=1)
-    assert message in error
+def test_what_cannot_be_right_is_refused_before_the_first_step(results, name):
+    error, steps = results["refused", name]
+    assert REFUSED[name][-1] in error
     assert steps == 0
 
 
-def test_an_evaluation_of_the_same_data_is_dealt_out_though_shares_are_expected():
-    def work():
-        return train(SHARES["a stream"], lambda: DataLoader(Numbers(range(61)), 4), use_distributed_sampler=False)
-
-    trained, validated, _, _ = run_workers(work, 2, threads=1)
+def test_an_evaluation_of_the_same_data_is_dealt_out_though_shares_are_expected(results):
+    trained, validated, _, _ = results["evaluation"]
     assert trained == validated == list(range(61))
 
 
-@pytest.mark.parametrize("name", ["a stream", "a dataset"])
-def test_a_run_on_shares_resumes_on_as_many_processes_alone(tmp_path, name):
-    make, options = SHARES[name], {"default_root_dir": tmp_path, "enable_checkpointing": True, "max_epochs": 2}
+RESUMED = ("a stream", "a dataset")
 
-    def work():
-        undisturbed = train(make, max_epochs=2)
-        return undisturbed, train(make, max_steps=11, **options)
 
-    def resume(**more):
-        trainer, task = lg.Trainer(**{**QUIET, **options, **more}), Sum(make)
-        trainer.fit(task, resume="auto")
-        return [value for rank in trainer.strategy.collectives.gather_objects(task.trained) for value in rank]
-
-    undisturbed, stopped = run_workers(work, 2, threads=1)
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_run_on_shares_resumes_on_as_many_processes_alone(results, name):
+    undisturbed, stopped = results["stopped", name]
     with pytest.raises(
         ConfigError,
         match=r"own share .* \(as when the run started\).* Start 2 processes, as many as when the run started",
     ):
-        resume(strategy="single")
-    rest = run_workers(lambda: resume(strategy="ddp", devices=2), 2, threads=1)
-    assert sorted(stopped[0] + rest) == undisturbed[0]
+        resume(SHARES[name], f"{results['folder'] / name} again", strategy="single")
+    assert sorted(stopped + results["resumed", name]) == undisturbed
 
 
 class Told(Ranks):

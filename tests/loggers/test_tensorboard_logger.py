@@ -190,7 +190,7 @@ class Task(lg.Task):
 data = DataLoader(TensorDataset(torch.ones(100, 4)), batch_size=2)
 trainer = lg.Trainer(
     max_steps=160, accelerator="cpu", devices=1, default_root_dir=sys.argv[1], log_every_n_steps=1,
-    val_check_interval=20, enable_progress_bar=False, enable_model_summary=False,
+    val_check_interval=20, limit_val_batches=1, enable_progress_bar=False, enable_model_summary=False,
     callbacks=[lg.callbacks.Checkpoint(every_n_train_steps=40)],
 )
 trainer.fit(Task(), data, data, resume="auto")
