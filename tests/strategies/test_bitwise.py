@@ -1,12 +1,8 @@
 """`reproducible: bitwise`: the same bits on any number of processes and after any interruption."""
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
-from pathlib import Path
 
 import bitwise_cases
 import pytest
@@ -23,7 +19,8 @@ from legato.trainer.processes.rendezvous import leave_process_group
 
 NAMES = list(CASES)
 UNUSED = {"name": "ddp", "find_unused_parameters": True}
-MLP, CNN, GPT = "mlp sgd accumulate clip", "cnn adamw", "gpt adamw clip"
+FULL = MLP, CNN, GPT = "mlp sgd accumulate clip", "cnn adamw", "gpt adamw clip"
+BF16 = [name for name in NAMES if "bf16" in name]
 
 
 @pytest.fixture(scope="module")
@@ -60,16 +57,17 @@ def test_the_cases_differ(undisturbed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [2, 3, 8])
-def test_any_number_of_processes_has_the_bits_of_one(processes, undisturbed, tmp_path):
-    assert_same(start(run_all, processes, tmp_path, NAMES), undisturbed)
+@pytest.mark.parametrize(("processes", "names"), [(2, NAMES), (3, FULL), (5, BF16)])  # 3 and 2 replicas; 2, 2 and 1
+def test_any_number_of_processes_has_the_bits_of_one(processes, names, undisturbed, tmp_path):
+    assert_same(start(run_all, processes, tmp_path, names), undisturbed)
 
 
 @pytest.mark.slow
 def test_under_order_only_the_last_bits_depend_on_the_number_of_processes(tmp_path):
-    names = [MLP, CNN]
-    alone = run_all(tmp_path / "alone", names, 1, reproducible="order")
-    two = start(run_all, 2, tmp_path / "two", names, reproducible="order", strategy=UNUSED)
+    # not with AdamW: it makes a full step for the gradient of a bias before batch norm, which is only rounding
+    names, options = [MLP, "cnn sgd bf16 clip"], {"reproducible": "order", "precision": 32}
+    alone = run_all(tmp_path / "alone", names, 1, **options)
+    two = start(run_all, 2, tmp_path / "two", names, **options, strategy=UNUSED)
     for name in names:
         actual, expected = two[name], alone[name]
         assert actual["counts"] == expected["counts"]
@@ -86,13 +84,12 @@ def test_under_order_only_the_last_bits_depend_on_the_number_of_processes(tmp_pa
 
 @pytest.mark.slow
 def test_a_stopped_run_resumes_with_another_number_of_processes_and_loader_workers(undisturbed, tmp_path):
-    names = [MLP, CNN, GPT]
     # max_steps for two of them; a learning rate schedule that spans the run is none of max_steps's, so GPT is stopped
-    start(stop_early, 3, tmp_path, [MLP, CNN], max_steps=2)
+    start(stop_early, 2, tmp_path, [MLP, CNN], max_steps=2, workers=1)
     stopped = run(CASES[GPT], tmp_path / GPT, workers=2, checkpoints=True, stop_after=1)
     assert stopped["counts"][:2] == [1, 0]
-    start(stop_early, 2, tmp_path, [MLP, CNN], max_steps=4, workers=2)
-    results = start(stop_early, 4, tmp_path, names)
+    stop_early(tmp_path, [MLP], 1, max_steps=4, workers=2)
+    results = start(stop_early, 3, tmp_path, FULL)
     # a run that stops within an epoch validates before it ends, and the resumed run does not count that
     (cut,) = (line for line in results[GPT]["metrics"] if line["step"] == 1)
     for name in ("val/loss", "val/bits_per_character"):
@@ -138,27 +135,12 @@ def test_other_arithmetic_is_refused_on_resume(tmp_path):
     assert run(case, tmp_path, reproducible="order")["counts"][1] == 2
 
 
-OTHER_CPU = """
-import sys
-from pathlib import Path
-sys.path[:0] = [sys.argv[1], str(Path(sys.argv[1]).parent)]
-from bitwise_cases import CASES, run
-run(CASES[sys.argv[2]], Path(sys.argv[3]))
-"""
-
-
 @pytest.mark.slow
-def test_another_instruction_set_is_refused_on_resume(tmp_path):
+def test_another_instruction_set_is_refused_on_resume(tmp_path, monkeypatch):
     run(CASES[CNN], tmp_path, checkpoints=True, stop_after=1)
-    script = tmp_path / "script.py"
-    script.write_text(OTHER_CPU)
-    done = subprocess.run(
-        [sys.executable, script, Path(bitwise_cases.__file__).parent, CNN, tmp_path],
-        env=os.environ | {"ATEN_CPU_CAPABILITY": "default", "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=90, check=False,
-    )  # fmt: skip
-    assert done.returncode != 0
-    assert "cpu_capability: " in done.stderr
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "OTHER")
+    with pytest.raises(ConfigError, match=r"cpu_capability: .* -> OTHER"):
+        run(CASES[CNN], tmp_path)
 
 
 class Clamped(bitwise_cases.Convolutions):
@@ -189,9 +171,7 @@ def own_backwards(root, processes):
 
 @pytest.mark.slow
 def test_a_task_may_change_the_gradients_of_each_replica(tmp_path):
-    alone = own_backwards(tmp_path, 1)
-    for processes in (2, 3):
-        assert_same(start(own_backwards, processes, tmp_path), alone)
+    assert_same(start(own_backwards, 2, tmp_path), own_backwards(tmp_path, 1))
 
 
 def unlike_ranks(root, processes):
@@ -250,14 +230,17 @@ def test_results_do_not_depend_on_the_memory_alignment_of_batches_and_weights(na
 # --- parameters and optimizer states in parts ------------------------------------------------------------------------
 FSDP = {"name": "fsdp", "shard_blocks": 40}
 SHARDED_CASES = {
-    "zero1": ("zero1", [MLP, "mlp fused adamw bf16"]),
-    "fsdp": (FSDP, [CNN, "cnn sgd bf16 clip", GPT, "gpt adamw bf16 accumulate"]),
-    "ddp_model_parallel": ("ddp_model_parallel", [GPT]),
+    2: {"zero1": BF16[:1], "fsdp": BF16[1:], "ddp_model_parallel": [GPT]},
+    3: {"zero1": [MLP], "fsdp": [CNN, GPT], "ddp_model_parallel": [GPT]},
 }
+"""By the number of processes."""
 
 
 def run_sharded(root, processes):
-    results = {name: run_all(root / name, cases, processes, strategy=it) for name, (it, cases) in SHARDED_CASES.items()}
+    results = {}
+    for name, cases in SHARDED_CASES[processes].items():
+        strategy = FSDP if name == "fsdp" else name
+        results[name] = run_all(root / name, cases, processes, strategy=strategy)
     return results, sent_by_fsdp(root / "sent", processes) if processes == 2 else None
 
 
@@ -271,7 +254,7 @@ def sent_by_fsdp(root, processes):
 
     dist.all_to_all_single = counted
     try:
-        steps = run_all(root, [CNN], processes, strategy=FSDP)[CNN]["counts"][0]
+        steps = run_all(root, [CNN], processes, strategy=FSDP, replicas=4)[CNN]["counts"][0]
     finally:
         dist.all_to_all_single = real
     padded = sum(
@@ -286,7 +269,7 @@ def without_optimizer(results):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [2, 3])  # four and four replicas; 3, 3 and 2
+@pytest.mark.parametrize("processes", SHARDED_CASES)
 def test_sharded_runs_have_the_bits_of_one_process(processes, undisturbed, tmp_path):
     """Uneven last batches, accumulation, clipping by norm and by value, dropout, batch norm, shared weights."""
     results, sent = start(run_sharded, processes, tmp_path)
@@ -297,8 +280,8 @@ def test_sharded_runs_have_the_bits_of_one_process(processes, undisturbed, tmp_p
 
 @pytest.mark.slow
 def test_a_sharded_run_resumes_under_other_strategies(undisturbed, tmp_path):
-    start(stop_early, 2, tmp_path, [CNN], strategy=FSDP, max_steps=2)
-    start(stop_early, 3, tmp_path, [CNN], strategy="zero1", max_steps=4)
+    start(stop_early, 2, tmp_path, [CNN], strategy=FSDP, max_steps=1)
+    start(stop_early, 3, tmp_path, [CNN], strategy="zero1", max_steps=3)
     assert_same(run_all(tmp_path, [CNN], 1, checkpoints=True), undisturbed)
 
 

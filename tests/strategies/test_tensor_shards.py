@@ -18,18 +18,22 @@ from legato.trainer.strategies.mesh.tensor_shards import TensorShards
 SHARDS = 4
 
 
-def gpt(heads=4, dropout=0.0):
+def gpt(heads=4, dropout=0.0, layers=1):
     """Return the GPT of the examples with heads of width 5, so that CPU vectors end within a shard."""
-    sizes = {"n_layer": 2, "n_head": heads, "n_embd": 5 * heads, "block_size": 8}
+    sizes = {"n_layer": layers, "n_head": heads, "n_embd": 5 * heads, "block_size": 8}
     return CharacterGPT(**sizes, dropout=dropout, warmup_steps=2, sample_length=2)
 
 
 CASES = {
-    "adamw clip accumulate": Case(gpt, Text(), {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2}),
-    "adamw bf16 recomputed": Case(gpt, Text(), {"precision": "bf16-mixed", "activation_checkpointing": ["Block"]}),
-    "one replica": Case(gpt, Text(), {"replicas": 1}),  # 46 steps
+    "adamw clip accumulate": Case(
+        partial(gpt, layers=2), Text(16), {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2, "replicas": 3}
+    ),
+    "adamw bf16 recomputed": Case(
+        gpt, Text(10), {"precision": "bf16-mixed", "activation_checkpointing": ["Block"], "replicas": 3}
+    ),
+    "one replica": Case(gpt, Text(13), {"replicas": 1}),  # 14 steps
 }
-SIX = {"six heads": Case(partial(gpt, 6), Text())}
+SIX = {"six heads": Case(partial(gpt, 6), Text(8), {"replicas": 2})}
 
 
 def run_cut(root, cases, shards, processes, sizes, **options):
@@ -59,8 +63,8 @@ def alone(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [2, 4])
 def test_any_number_of_processes_has_the_bits_of_one(processes, alone, tmp_path):
-    """Weights, optimizer states, each logged loss and norm, validation; 8 replicas in turn, and a run of 46 steps."""
-    assert alone["one replica"]["counts"][0] >= 40
+    """Weights, optimizer states, each logged loss and norm, validation; 3 replicas in turn, and a run of 14 steps."""
+    assert alone["one replica"]["counts"][0] == 14
     assert cut(processes, tmp_path, CASES) == alone
 
 
@@ -88,7 +92,7 @@ def test_without_shards_the_bits_depend_on_the_number_of_processes(tmp_path):
 @pytest.mark.slow
 def test_a_run_resumes_with_another_number_of_processes_and_the_same_shards(alone, tmp_path):
     case = {"one replica": CASES["one replica"]}
-    for processes, steps in ((4, 10), (1, 25), (2, 33)):
+    for processes, steps in ((4, 3), (1, 9), (2, 12)):
         cut(processes, tmp_path, case, checkpoints=True, stop_after=steps)
     results = cut(1, tmp_path, case, checkpoints=True)["one replica"]
     for name in ("weights", "optimizer", "counts"):
