@@ -27,10 +27,18 @@ TOLERANCE = 2e-6
 """Of weights and losses near 1: what another order of additions changes in a few steps. 5e-7 was the most seen."""
 
 
-KINDS = {2: [(GPT, "adamw"), (CNN, "sgd"), (CNN, "adamw")], 4: [(GPT, "sgd"), (CNN, "adamw")]}
 CASES = {
-    processes: [(layout, kind, optimizer) for layout in LAYOUTS[processes] for kind, optimizer in kinds]
-    for processes, kinds in KINDS.items()
+    2: [(layout, *made) for layout in LAYOUTS[2] for made in ((GPT, "adamw"), (CNN, "sgd"))],
+    4: [
+        ("shard", CNN, "adamw"),  # a weight has 3 rows, so one process has none
+        ("data x shard", GPT, "sgd"),
+        ("tensor", GPT, "sgd"),
+        ("shard x tensor", GPT, "sgd"),
+        ("shard x tensor", CNN, "adamw"),
+        ("data x tensor", CNN, "adamw"),
+        ("zero1", GPT, "sgd"),
+        ("zero1", CNN, "adamw"),
+    ],
 }
 """Every layout of so many processes, with the tasks and optimizers that it trains."""
 
