@@ -1,8 +1,6 @@
 """A run that hangs in user code in many ways, told to end by signals that it does not answer."""
 
-import collections
 import ctypes
-import itertools
 import os
 import signal
 import threading
@@ -21,9 +19,9 @@ from legato.callbacks import Checkpoint
 from legato.trainer.processes import signals
 
 
-def wait_in_c() -> None:
-    """Wait for ever where no signal gets through, and without Python's lock: as a collective does."""
-    mutex, library = ctypes.create_string_buffer(64), ctypes.CDLL(None)
+def wait_in_c(library: ctypes.CDLL) -> None:
+    """Wait for ever where no signal gets through: by CDLL without Python's lock, as a collective, by PyDLL with it."""
+    mutex = ctypes.create_string_buffer(64)
     library.pthread_mutex_lock(mutex)
     library.pthread_mutex_lock(mutex)
 
@@ -83,9 +81,9 @@ class Hangs(Tiny):
             while True:
                 pass
         elif self.how == "library":
-            wait_in_c()
+            wait_in_c(ctypes.CDLL(None))
         elif self.how == "holds the interpreter":
-            collections.deque(itertools.repeat(0), maxlen=0)
+            wait_in_c(ctypes.PyDLL(None))
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
         if self.how == "loader" and batch_idx == 4:
@@ -110,7 +108,7 @@ class Hooks(Hangs):
                     time.sleep(0.01)
                 raise LookupError("the other rank fails")
             leave(self.folder / "stuck", str(os.getpid()))
-            wait_in_c()
+            wait_in_c(ctypes.CDLL(None))
 
     def training_step(self, batch, batch_idx):
         leave(self.folder / "stuck", str(os.getpid()))
@@ -143,6 +141,7 @@ def run(folder: Path, how: str, who: int = 0, grace: float = 1.0, **options: Any
             "default_root_dir": folder / "runs",
             "enable_progress_bar": False,
             "enable_model_summary": False,
+            "save_code": False,
             "num_sanity_val_steps": 0,
             "limit_val_batches": 0 if not how.startswith("validate") else 1.0,
             "callbacks": [Checkpoint(every_n_train_steps=2)],
