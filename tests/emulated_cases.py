@@ -1,7 +1,9 @@
-"""Run by test_emulated.py, with the emulated device in sight: a case, whose result is printed as JSON."""
+"""Run by test_emulated.py, with the emulated device in sight: cases, whose results are written as JSON."""
 
 import json
+import os
 import sys
+import traceback
 from pathlib import Path
 
 import torch
@@ -93,7 +95,7 @@ def generators():
     states = generator_states()
     seed_generators(7)
     set_generators(states)
-    return {"states": len(states[3]), "calls": torch.emul.calls}
+    return {"states": len(states[3]), "calls": list(torch.emul.calls)}
 
 
 def mixed():
@@ -108,6 +110,25 @@ def mixed():
 
 CASES = {"fit": fit, "choice": choice, "refused": refused, "generators": generators, "mixed": mixed}
 
+
+def result(name, arguments, variables):
+    """Return what a case returns under these environment variables, and where it fails, why."""
+    torch.emul.calls.clear()
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        return {"result": CASES[name](**arguments)}
+    except Exception:
+        return {"error": traceback.format_exc()}
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
 if __name__ == "__main__":
-    name, arguments, out = sys.argv[1:]
-    Path(out).write_text(json.dumps(CASES[name](**json.loads(arguments))))
+    cases, out = sys.argv[1:]
+    results = {key: result(*case) for key, case in json.loads(cases).items()}
+    Path(out).write_text(json.dumps(results))
+    for each in results.values():
+        print(each.get("error", ""), file=sys.stderr, end="")
+    sys.exit(any("error" in each for each in results.values()))

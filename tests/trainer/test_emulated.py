@@ -14,51 +14,80 @@ from legato.base.errors import ConfigError
 from legato.trainer import accelerators
 
 TESTS = Path(__file__).parents[1]
+TWO = {"replicas": 2, "strategy": "ddp"}
+SLURM = {"SLURM_JOB_NAME": "train", "SLURM_NTASKS": "2", "SLURM_NNODES": "1", "SLURM_NODEID": "0"}
+SLURM |= {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "127.0.0.1"}
 
 
-def start(place, case, variables=None, **arguments):
-    """Start a case in a process that has the device; return it, and the file of its result."""
+def slurm_rank(rank):
+    return {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}
+
+
+def start(place, cases, variables=None):
+    """Start cases, each with its arguments and environment variables, in a process that has the device.
+
+    Return it, and the file of results.
+    """
     site = place / "site"
     if not site.exists():
         emulated.install(site)
-    result = place / f"{case}-{len(list(place.iterdir()))}.json"
+    results = place / f"{len(list(place.iterdir()))}.json"
     paths = [str(site), str(TESTS), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", **(variables or {})}
-    command = [sys.executable, str(TESTS / "emulated_cases.py"), case, json.dumps(arguments), str(result)]
-    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True), result
+    command = [sys.executable, str(TESTS / "emulated_cases.py"), json.dumps(cases), str(results)]
+    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True), results
 
 
-def finish(process, result):
+def start_fit(place, variables=None, **arguments):
+    arguments = {"accelerator": "emul", "folder": str(place / "runs"), **arguments}
+    return start(place, {"fit": ("fit", arguments, {})}, variables)
+
+
+def finish(process, results):
+    """Return what the case of a process returned, and what it wrote as errors."""
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
-    return json.loads(result.read_text())
+    return json.loads(results.read_text())["fit"]["result"], errors
 
 
-def run(place, case, **arguments):
-    return finish(*start(place, case, **arguments))
+class Results(dict):
+    """What each case returned, by name."""
 
-
-@pytest.fixture(scope="module")
-def on_cpu(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("cpu")
-    return run(folder, "fit", accelerator="cpu", folder=str(folder / "runs"))
-
-
-@pytest.fixture(scope="module")
-def on_device(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("emul")
-    return run(folder, "fit", accelerator="emul", folder=str(folder / "runs"))
+    def __getitem__(self, name):
+        returned = super().__getitem__(name)
+        assert "error" not in returned, returned["error"]
+        return returned["result"]
 
 
 @pytest.fixture(scope="module")
-def two_replicas(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("replicas")
-    return run(folder, "fit", accelerator="emul", folder=str(folder / "runs"), replicas=2)
+def alone(tmp_path_factory):
+    """Return the results of all cases of one process, from one start."""
+    folder = tmp_path_factory.mktemp("alone")
+    fits = {
+        "cpu": {"accelerator": "cpu"},
+        "emul": {},
+        "two replicas": {"replicas": 2},
+        "began": {"steps": 3},
+        "resumed": {"resume": "auto", "folder": str(folder / "began")},
+    }
+    for precision in ("bf16-mixed", "16-mixed"):
+        fits |= {f"{kind}, {precision}": {"accelerator": kind, "precision": precision} for kind in ("cpu", "emul")}
+    cases = {name: (name, {}, {}) for name in ("choice", "generators", "mixed")}
+    for name, arguments in fits.items():
+        cases[name] = "fit", {"accelerator": "emul", "folder": str(folder / name), **arguments}, {}
+    trainers = [{"accelerator": "emul", **arguments} for arguments, _ in REFUSED]
+    cases["refused"] = "refused", {"trainers": trainers}, {"EMUL_AUTOCAST": "bfloat16"}
+    trainers = [{"accelerator": "emul", **TWO}]
+    cases["refused in SLURM"] = "refused", {"trainers": trainers}, {**SLURM, **slurm_rank(0), "EMUL_VISIBLE": ""}
+    process, results = start(folder, cases)
+    _, errors = process.communicate(timeout=300)
+    assert results.exists(), errors
+    return Results(json.loads(results.read_text()))
 
 
 @pytest.mark.slow
-def test_it_is_found_and_named(tmp_path):
-    answers = run(tmp_path, "choice")
+def test_it_is_found_and_named(alone):
+    answers = alone["choice"]
     assert (answers["auto"], answers["emul"], answers["cpu"]) == ("emul:0", "emul:0", "cpu")
     assert answers["emul:0"] == "emul:0"
     assert (answers["name"], answers["backend"]) == ("Emulated accelerator", "cpu:gloo,emul:emulccl")
@@ -67,36 +96,37 @@ def test_it_is_found_and_named(tmp_path):
 
 
 @pytest.mark.slow
-def test_its_generators_are_keyed_and_put_back(tmp_path):
-    assert run(tmp_path, "generators") == {"states": 1, "calls": ["manual_seed_all", "set_rng_state"]}
+def test_its_generators_are_keyed_and_put_back(alone):
+    assert alone["generators"] == {"states": 1, "calls": ["manual_seed_all", "set_rng_state"]}
 
 
 @pytest.mark.slow
-def test_a_tensor_elsewhere_is_refused(tmp_path):
-    assert "tensors on cpu and on emul" in run(tmp_path, "mixed")["error"]
+def test_a_tensor_elsewhere_is_refused(alone):
+    assert "tensors on cpu and on emul" in alone["mixed"]["error"]
 
 
 @pytest.mark.slow
-def test_it_trains_as_the_cpu_does(on_cpu, on_device):
+def test_it_trains_as_the_cpu_does(alone):
+    on_cpu, on_device = alone["cpu"], alone["emul"]
     assert (on_cpu["device"], on_device["device"]) == ("cpu", "emul:0")
     assert on_device["metrics"] == pytest.approx(on_cpu["metrics"], abs=1e-4)
     assert on_device["weights"] == pytest.approx(on_cpu["weights"], abs=1e-3)
 
 
 @pytest.mark.slow
-def test_batches_come_on_a_stream_of_their_own(on_device):
-    assert {"stream", "record_stream", "wait_stream", "event.synchronize"} <= set(on_device["calls"])
-    assert "copy non_blocking=True" in on_device["calls"]
+def test_batches_come_on_a_stream_of_their_own(alone):
+    calls = set(alone["emul"]["calls"])
+    assert {"stream", "record_stream", "wait_stream", "event.synchronize", "copy non_blocking=True"} <= calls
 
 
 @pytest.mark.slow
-def test_its_generator_is_keyed_for_each_batch(on_device):
-    assert "manual_seed_all" in on_device["calls"]
+def test_its_generator_is_keyed_for_each_batch(alone):
+    assert "manual_seed_all" in alone["emul"]["calls"]
 
 
 @pytest.mark.slow
-def test_the_record_names_it(on_device):
-    directory = Path(on_device["directory"])
+def test_the_record_names_it(alone):
+    directory = Path(alone["emul"]["directory"])
     start = json.loads((directory / "environment.json").read_text())["starts"][0]
     assert (start["device"], start["device_memory"]) == ("Emulated accelerator", 2**30)
     assert '"DeviceStatsMonitor.on_train_batch_end/allocated_bytes.all.current": 1024' in (
@@ -105,23 +135,20 @@ def test_the_record_names_it(on_device):
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_from_its_checkpoint(tmp_path, on_device):
-    run(tmp_path, "fit", accelerator="emul", folder=str(tmp_path / "runs"), steps=3)
-    resumed = run(tmp_path, "fit", accelerator="emul", folder=str(tmp_path / "runs"), resume="auto")
-    assert resumed["weights"] == on_device["weights"]
+def test_a_run_goes_on_from_its_checkpoint(alone):
+    assert alone["began"]["weights"] != alone["resumed"]["weights"] == alone["emul"]["weights"]
 
 
 @pytest.mark.slow
-def test_ddp_trains_on_two_processes(tmp_path, two_replicas):
+def test_ddp_trains_on_two_processes(tmp_path, alone):
     """Started as two nodes, each with the device."""
-    port = str(free_port())
+    port, two_replicas = str(free_port()), alone["two replicas"]
     shared = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    arguments = {"accelerator": "emul", "folder": str(tmp_path / "runs"), "replicas": 2, "strategy": "ddp"}
     started = [
-        start(tmp_path, "fit", {**shared, "MASTER_PORT": port, "RANK": rank, "GROUP_RANK": rank}, **arguments)
+        start_fit(tmp_path, {**shared, "MASTER_PORT": port, "RANK": rank, "GROUP_RANK": rank}, **TWO)
         for rank in ("0", "1")
     ]
-    first, second = (finish(*each) for each in started)
+    (first, _), (second, _) = (finish(*each) for each in started)
     assert first["world_size"] == second["world_size"] == 2
     assert first["weights"] == second["weights"]
     assert "allreduce" in first["calls"]
@@ -130,12 +157,9 @@ def test_ddp_trains_on_two_processes(tmp_path, two_replicas):
 
 
 @pytest.mark.slow
-def test_two_processes_share_a_device(tmp_path, two_replicas):
-    arguments = {"accelerator": "emul", "folder": str(tmp_path / "runs"), "devices": [0, 0], "strategy": "ddp"}
-    process, result = start(tmp_path, "fit", **arguments)
-    _, log = process.communicate(timeout=120)
-    assert process.returncode == 0, log
-    together = json.loads(result.read_text())
+def test_two_processes_share_a_device(tmp_path, alone):
+    two_replicas = alone["two replicas"]
+    together, log = finish(*start_fit(tmp_path, devices=[0, 0], strategy="ddp"))
     assert "ranks 0-1 on emul:0 Emulated accelerator" in log
     assert log.count("Ranks on the same device share its memory and compute.") == 1
     assert together["metrics"] == pytest.approx(two_replicas["metrics"], abs=1e-4)
@@ -143,36 +167,26 @@ def test_two_processes_share_a_device(tmp_path, two_replicas):
 
 
 @pytest.mark.slow
-def test_each_process_sees_the_one_device_that_a_launcher_gives_it(tmp_path, two_replicas):
+def test_each_process_sees_the_one_device_that_a_launcher_gives_it(tmp_path, alone):
     """As under SLURM's --gpus-per-task=1: two ranks of a node, each of which sees one device with index 0."""
-    slurm = {"SLURM_JOB_NAME": "train", "SLURM_NTASKS": "2", "SLURM_NNODES": "1", "SLURM_NODEID": "0"}
-    slurm |= {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    arguments = {"accelerator": "emul", "folder": str(tmp_path / "runs"), "replicas": 2, "strategy": "ddp"}
-
-    def fit(**variables):
-        ranks = ({"SLURM_PROCID": rank, "SLURM_LOCALID": rank, "EMUL_VISIBLE": f"{4 + int(rank)}"} for rank in "01")
-        return [start(tmp_path, "fit", {**slurm, **rank, **variables}, **arguments) for rank in ranks]
-
-    processes = fit()
-    logs = [process.communicate(timeout=120)[1] for process, _ in processes]
-    assert [process.returncode for process, _ in processes] == [0, 0], logs
-    assert "rank 0 on emul:0 Emulated accelerator (4); rank 1 on emul:0 Emulated accelerator (5)" in logs[0]
-    assert "share" not in logs[0]
-    first, second = (json.loads(result.read_text()) for _, result in processes)
+    slurm = {**SLURM, "MASTER_PORT": str(free_port())}
+    started = [
+        start_fit(tmp_path, {**slurm, **slurm_rank(rank), "EMUL_VISIBLE": f"{4 + rank}"}, **TWO) for rank in (0, 1)
+    ]
+    (first, log), (second, _) = (finish(*each) for each in started)
+    assert "rank 0 on emul:0 Emulated accelerator (4); rank 1 on emul:0 Emulated accelerator (5)" in log
+    assert "share" not in log
     assert (first["world_size"], first["device"]) == (2, "emul:0")
-    assert first["weights"] == second["weights"] == pytest.approx(two_replicas["weights"], abs=1e-3)
-
-    refused = [process.communicate(timeout=120)[1] for process, _ in fit(EMUL_VISIBLE="")]
-    assert "runs 2 processes, but trainer.devices lists 1 emul devices. Start one process per device" in refused[0]
+    assert first["weights"] == second["weights"] == pytest.approx(alone["two replicas"]["weights"], abs=1e-3)
+    wanted = "runs 2 processes, but trainer.devices lists 1 emul devices. Start one process per device"
+    assert wanted in alone["refused in SLURM"][0]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
-def test_it_trains_in_half_precision(tmp_path, precision):
+def test_it_trains_in_half_precision(alone, precision):
     where = {"cpu": "cpu", "emul": "emul:0"}
-    runs = {
-        kind: run(tmp_path, "fit", accelerator=kind, folder=str(tmp_path / kind), precision=precision) for kind in where
-    }
+    runs = {kind: alone[f"{kind}, {precision}"] for kind in where}
     assert {kind: result["device"] for kind, result in runs.items()} == where
     assert runs["emul"]["metrics"] == pytest.approx(runs["cpu"]["metrics"], abs=0.05)
     dtype = "torch.float16" if precision == "16-mixed" else "torch.bfloat16"
@@ -195,18 +209,10 @@ REFUSED = [
 ]
 
 
-@pytest.fixture(scope="module")
-def errors(tmp_path_factory):
-    """The error of each of REFUSED, in order: one process makes all trainers."""
-    trainers = [{"accelerator": "emul", **arguments} for arguments, _ in REFUSED]
-    started = start(tmp_path_factory.mktemp("refused"), "refused", {"EMUL_AUTOCAST": "bfloat16"}, trainers=trainers)
-    return finish(*started)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("index", range(len(REFUSED)))
-def test_what_it_cannot_do_is_refused(errors, index):
-    assert REFUSED[index][1] in errors[index]
+def test_what_it_cannot_do_is_refused(alone, index):
+    assert REFUSED[index][1] in alone["refused"][index]
 
 
 def test_without_one_there_is_the_cpu():
