@@ -166,7 +166,7 @@ def test_neither_help_nor_a_misspelt_key_imports_torch(word: str) -> None:
     ],
 )  # fmt: skip
 def test_usage_errors_exit_with_2_and_no_traceback(arguments: list[str], words: str) -> None:
-    done = legato(*arguments)
+    done = forked(*arguments)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("legato: ")
     assert words in done.stderr
@@ -216,20 +216,20 @@ def test_a_folder_that_has_been_deleted_is_named(
 # --- config ---------------------------------------------------------------------------------------------------------
 @pytest.mark.slow
 def test_config_prints_what_runs_and_where_it_is_from(folder: Path) -> None:
-    done = legato("config", "line.yaml", "trainer.max_epochs=3")
+    done = forked("config", "line.yaml", "trainer.max_epochs=3")
     assert (done.returncode, done.stderr) == (0, "")
     assert "  max_epochs: 3                                   # override\n" in done.stdout
     assert "# line.yaml:2\n" in done.stdout
     assert "# default\n" in done.stdout
     (folder / "printed.yaml").write_text(done.stdout)
-    again = legato("config", "printed.yaml")
+    again = forked("config", "printed.yaml")
     assert [line.partition("#")[0] for line in again.stdout.splitlines()] == [
         line.partition("#")[0] for line in done.stdout.splitlines()
     ]
 
 
 def test_a_ready_config_is_found_anywhere() -> None:
-    done = legato("config", "digits.yaml")
+    done = forked("config", "digits.yaml")
     assert (done.returncode, done.stderr) == (0, "")
     assert "_target_: legato.tasks." in done.stdout
 
@@ -253,7 +253,7 @@ def test_a_config_of_the_project_is_found_from_its_folders(
 # --- runs -----------------------------------------------------------------------------------------------------------
 @pytest.mark.slow
 def test_fit_ends_with_a_summary_and_can_be_repeated_from_its_config() -> None:
-    done = legato("fit", "line.yaml", "seed=3")
+    done = forked("fit", "line.yaml", "seed=3")
     assert done.returncode == 0, done.stderr
     run = Path("runs/default/version_0")
     rows = dict(re.split(r"  +", line, maxsplit=1) for line in done.stdout.splitlines() if "  " in line)
@@ -366,7 +366,7 @@ def test_the_package_is_a_program_too() -> None:
 
 @pytest.mark.slow
 def test_an_export_of_another_kind_is_refused() -> None:
-    done = legato("export", "anything", "weights.pt")
+    done = forked("export", "anything", "weights.pt")
     assert done.returncode != 0
     assert "weights.pt: expected a file name ending in .safetensors" in done.stderr
 

@@ -208,8 +208,7 @@ def test_the_command_tells_its_own_help(capsys, word):
 @pytest.mark.slow
 def test_an_error_of_a_script_is_told_as_by_python(tmp_path):
     (tmp_path / "train.py").write_text("import lightning as L\ndef f():\n    L.Trainer(max_epochs=-5)\nf()\n")
-    command = [sys.executable, "-m", "legato", "lightning", "train.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = completed(run_module, "legato", "lightning", "train.py", cwd=tmp_path)
     assert done.returncode == 1
     assert 'train.py", line 3, in f' in done.stderr
     assert "runpy" not in done.stderr
@@ -238,7 +237,7 @@ if __name__ == "__main__":
     process.start()
     print(queue.get())
     process.join()
-    code = "from lightning.pytorch.utilities.exceptions import MisconfigurationException as E; print(E.__module__)"
+    code = "from importlib.util import find_spec; print(find_spec('lightning').origin)"
     print(subprocess.check_output([sys.executable, "-c", code], text=True))
     import importlib.metadata
     print(importlib.metadata.version("lightning"), importlib.metadata.version("pytorch-lightning"))
@@ -250,7 +249,9 @@ def test_processes_started_from_it_see_the_same(tmp_path):
     (tmp_path / "train.py").write_text(CHILDREN)
     done = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["legato.base.errors"] * 2 + ["2.6.6", "2.6.6"]
+    spawned, origin, *versions = done.stdout.split()
+    assert (spawned, versions) == ("legato.base.errors", ["2.6.6", "2.6.6"])
+    assert Path(origin).is_relative_to(FOLDER)
 
 
 DEMO = """

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import forked
 import pytest
 import yaml
 from tiny import Tiny, make_loader
@@ -170,7 +171,8 @@ def test_a_job_that_is_preempted_is_queued_again_and_goes_on(folder, capsys, mon
     tools = folder / "bin"
     tools.mkdir()
     for name in ("sbatch", "srun", "scontrol"):
-        (tools / name).write_text(SLURM.format(python=sys.executable))
+        ranks_fork = f" {forked.__file__}" if name == "srun" else ""
+        (tools / name).write_text(SLURM.format(python=f"{sys.executable}{ranks_fork}"))
         (tools / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
     earlier = folder / "runs" / "line" / "version_0" / "checkpoints"
