@@ -40,8 +40,8 @@ class Container:
 
     def __init__(self, folder):
         self.folder, self.place, self.entry, self.command = folder, folder, [], []
-        venv.create(folder / "venv", with_pip=True, symlinks=True)
-        # pip finds the packages of this environment, which the image downloads
+        venv.create(folder / "venv", symlinks=True)
+        # with the packages of this environment, pip among them, which the image downloads
         site = next((folder / "venv" / "lib").glob("python*")) / "site-packages"
         (site / "installed.pth").write_text(sysconfig.get_paths()["purelib"])
         path = f"{folder / 'venv' / 'bin'}{os.pathsep}{os.environ['PATH']}"
@@ -80,11 +80,8 @@ def container(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_its_steps_make_an_environment_that_trains(container):
+def test_its_steps_make_an_environment_with_the_package(container):
     assert "usage: legato" in container.start().communicate(timeout=60)[0]
-    out, _ = container.start(*FIT, "trainer.max_steps=2").communicate(timeout=120)
-    assert "tensorboard --logdir" in out
-    assert list((container.place / "runs").rglob("manifest.json"))
     # the package that was copied and installed, and not the one of this environment
     where = [str(container.folder / "venv" / "bin" / "python"), "-c", "import legato; print(legato.__file__)"]
     location = subprocess.run(
@@ -108,8 +105,9 @@ def test_a_container_that_is_stopped_saves_and_another_goes_on(container):
     (saved,) = (container.place / "runs" / "spot").rglob("manifest.json")
     step = int(saved.parent.name.removeprefix("step-"))
     second = container.start(*words, f"trainer.max_steps={step + 2}")
-    second.communicate(timeout=120)
+    out, _ = second.communicate(timeout=120)
     assert second.returncode == 0
+    assert "tensorboard --logdir" in out
     newest = max(path.parent.name for path in (container.place / "runs" / "spot" / "version_0").rglob("manifest.json"))
     assert int(newest.removeprefix("step-")) == step + 2
 
