@@ -55,7 +55,7 @@ class Rings(lg.Task):
         self.log("val/acc", (self(points).argmax(dim=1) == labels).float().mean(), prog_bar=True)
 
     def configure_optimizers(self):
-        return torch.optim.Adam(self.parameters(), lr=3e-3)
+        return torch.optim.Adam(self.parameters(), lr=6e-3)
 
 
 class InBlocks(Rings):
@@ -98,7 +98,7 @@ for task, arguments in (
     (ByHand(), {"strategy": "ddp_model_parallel", "devices": 4}),
 ):
     trainer = lg.Trainer(
-        max_epochs=10,
+        max_epochs=8,
         threads=1,
         accelerator="cuda" if torch.cuda.device_count() >= 4 else "cpu",
         run_name="two_parts",
@@ -108,7 +108,7 @@ for task, arguments in (
     )
     trainer.fit(
         task,
-        DataLoader(rings(1000, seed=0), batch_size=16, shuffle=True),
+        DataLoader(rings(1000, seed=0), batch_size=32, shuffle=True),
         DataLoader(rings(1000, seed=1), batch_size=250),
     )
     print(f"{type(task).__name__:8} on {arguments['devices']}: val/acc {trainer.callback_metrics['val/acc']:.3f}")
