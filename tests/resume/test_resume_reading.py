@@ -1,11 +1,14 @@
 """A resume reads each byte of a checkpoint once in the job, frees it after loading, and reports damage on all ranks."""
 
 import gc
+import logging
 import weakref
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from shared_processes import run_cases
 from tiny import make_data, make_trainer
 from torch import nn
 from torch.utils.data import DataLoader
@@ -14,18 +17,17 @@ import legato as lg
 from legato.base.errors import CheckpointError
 from legato.callbacks import Checkpoint
 from legato.trainer.checkpoints.shards import StoredTensor
-from legato.trainer.processes.launch import run_workers
 
 pytestmark = pytest.mark.slow
 
 
-WIDTH = 1200
+WIDTH = 800
 BESIDES = {"single": 100_000, "ddp": 100_000, "zero1": 100_000, "fsdp": 800_000}
 """Bytes that a resume reads besides the checkpoint: its manifest once more, the files of the run, Python's modules."""
 
 
 class Wide(lg.Task):
-    """6 MB of weights, 12 MB of Adam's."""
+    """3 MB of weights, 5 MB of Adam's."""
 
     def __init__(self):
         super().__init__()
@@ -84,9 +86,12 @@ def fit(folder, strategy, steps, resume="auto"):
     return trainer, task
 
 
+def checkpoint(folder, step):
+    return folder / "default" / "version_0" / "checkpoints" / f"step-{step:08d}"
+
+
 def size_of(folder):
-    path = folder / "default" / "version_0" / "checkpoints" / "step-00000002"
-    return sum(file.stat().st_size for file in path.iterdir())
+    return sum(file.stat().st_size for file in checkpoint(folder, 2).iterdir())
 
 
 def train_and_go_on(folder, strategy):
@@ -97,15 +102,34 @@ def train_and_go_on(folder, strategy):
     return bytes_read() - before, task.left
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
-def test_two_processes_read_a_checkpoint_once_between_them_and_keep_nothing(tmp_path, strategy):
-    def work():
-        sizes = [None, None]
-        torch.distributed.all_gather_object(sizes, train_and_go_on(tmp_path, strategy))
-        return sizes
+DAMAGED = {"ddp": "tensors.safetensors", "fsdp": "model-00001.safetensors"}
+"""A file that all ranks need, and one of which rank 1 reads."""
 
-    ranks = run_workers(work, 2)
-    size = size_of(tmp_path)
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def results(folder):
+    """What `train_and_go_on` and `go_on_from_damage` return on each rank, all in the same two processes."""
+
+    def on_both(function, *arguments):
+        values = [None, None]
+        torch.distributed.all_gather_object(values, function(*arguments))
+        return values
+
+    cases = {name: partial(on_both, train_and_go_on, folder / name, name) for name in ("ddp", "zero1", "fsdp")}
+    for name in DAMAGED:
+        cases["damage", name] = partial(on_both, go_on_from_damage, folder / f"damaged {name}", name)
+    return run_cases(cases, 2, folder / "cases")
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
+def test_two_processes_read_a_checkpoint_once_between_them_and_keep_nothing(folder, results, strategy):
+    ranks = results[strategy]
+    size = size_of(folder / strategy)
     assert size > 3 * 4 * WIDTH * WIDTH
     # together, not each: what all ranks need is read by rank 0 and broadcast
     assert sum(ids for ids, _ in ranks) < size + BESIDES[strategy]
@@ -115,12 +139,12 @@ def test_two_processes_read_a_checkpoint_once_between_them_and_keep_nothing(tmp_
         assert left == ([], 0)
 
 
-def test_the_process_that_starts_the_workers_reads_next_to_nothing(tmp_path):
-    fit(tmp_path, "ddp", 2)
+def test_the_process_that_starts_the_workers_reads_next_to_nothing(folder, results):
+    assert results["ddp"]
     before = bytes_read()
-    trainer, _ = fit(tmp_path, "ddp", 3)
+    trainer, _ = fit(folder / "ddp", "ddp", 3)
     assert trainer.global_step == 3
-    assert bytes_read() - before < 0.5 * size_of(tmp_path)
+    assert bytes_read() - before < 0.5 * size_of(folder / "ddp")
 
 
 def test_one_process_reads_it_once(tmp_path):
@@ -129,23 +153,40 @@ def test_one_process_reads_it_once(tmp_path):
     assert left == ([], 0)
 
 
-@pytest.mark.parametrize(("strategy", "file"), [("ddp", "tensors.safetensors"), ("fsdp", "model-00001.safetensors")])
-def test_damage_that_one_rank_sees_makes_all_take_the_one_before(tmp_path, capfd, strategy, file):
-    fit(tmp_path, strategy, 2)
-    folder = tmp_path / "default" / "version_0" / "checkpoints"
-    damage(folder / "step-00000002" / file)
-    trainer, _ = fit(tmp_path, strategy, 3)
-    assert trainer.global_step == 3
-    output = capfd.readouterr().err
-    assert "Skipping the damaged checkpoint step-00000002" in output
+def go_on_from_damage(folder, strategy):
+    """Damage the newest checkpoint, then the one that is asked for; return step, messages and error."""
+    messages, handler = [], logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+
+    def damage_on_rank_0(step):
+        if torch.distributed.get_rank() == 0:
+            damage(checkpoint(folder, step) / DAMAGED[strategy])
+        torch.distributed.barrier()
+
+    fit(folder, strategy, 2)
+    damage_on_rank_0(2)
+    logging.getLogger("legato").addHandler(handler)
+    trainer, _ = fit(folder, strategy, 3)
+    logging.getLogger("legato").removeHandler(handler)
+    damage_on_rank_0(3)
+    with pytest.raises(CheckpointError) as caught:
+        fit(folder, strategy, 4, resume=checkpoint(folder, 3))
+    return trainer.global_step, "\n".join(messages), str(caught.value)
+
+
+@pytest.mark.parametrize("strategy", DAMAGED)
+def test_damage_that_one_rank_sees_makes_all_take_the_one_before(folder, results, capfd, strategy):
+    ranks, file, place = results["damage", strategy], DAMAGED[strategy], folder / f"damaged {strategy}"
+    assert [step for step, _, _ in ranks] == [3, 3]
+    output = "".join(said for _, said, _ in ranks)
+    assert output.count("Skipping the damaged checkpoint step-00000002") == 1
     assert f"{file} is damaged" in output
-    damage(folder / "step-00000003" / file)
-    with pytest.raises(CheckpointError, match=f"{file} is damaged"):  # the one that was asked for
-        fit(tmp_path, strategy, 4, resume=folder / "step-00000003")
-    for name in ("step-00000001", "step-00000002"):  # which was saved once more
-        damage(folder / name / file)
+    for _, _, error in ranks:
+        assert f"{file} is damaged" in error
+    for step in (1, 2):  # 2 was saved once more
+        damage(checkpoint(place, step) / file)
     with pytest.raises(CheckpointError, match="There is no complete checkpoint at"):
-        fit(tmp_path, strategy, 4)
+        fit(place, strategy, 4)
     output = capfd.readouterr().err
     assert all(output.count(f"Skipping the damaged checkpoint step-0000000{step}") == 1 for step in (1, 2, 3))
 
