@@ -21,6 +21,7 @@ from legato.base.errors import ConfigError
 from legato.trainer import accelerators
 from legato.trainer.data.randomness import KeyedDataset, mix, seed_everything, seed_generators
 from legato.trainer.data.sampling import Deal, DealtBatches, EpochOrder, KeyedIndices, epoch_key, permutation
+from legato.trainer.processes.launch import warm_up
 
 Draws = tuple[Any, ...]
 
@@ -35,6 +36,12 @@ def draw() -> Draws:
         torch.rand(()).item(),
         torch.randn(()).item(),
     )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _loaded_server() -> None:
+    """Loader workers are forked from a server; who starts it decides whether it has imported torch."""
+    warm_up()
 
 
 @pytest.fixture(autouse=True)
@@ -256,12 +263,15 @@ def test_a_batch_depends_on_seed_epoch_and_position_alone() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("context", ["spawn", "forkserver"])
-@pytest.mark.parametrize("dataset", [Noisy(), Fetching()], ids=["single", "whole batches"])
-def test_workers_load_the_same_bits(dataset: Noisy, context: str) -> None:
+@pytest.mark.parametrize(
+    ("dataset", "context", "workers"),
+    [(Noisy(), "spawn", 1), (Fetching(), "forkserver", 2)],
+    ids=["single", "whole batches"],
+)
+def test_workers_load_the_same_bits(dataset: Noisy, context: str, workers: int) -> None:
     at_home = load(dataset, epoch=1)
     assert len(at_home) == 16  # 61 samples in fours
-    away = load(dataset, epoch=1, num_workers=2, multiprocessing_context=context)
+    away = load(dataset, epoch=1, num_workers=workers, multiprocessing_context=context)
     assert same(away, at_home)
     assert sorted(torch.cat(away)[:, 0].long().tolist()) == [
         index + (1000 if isinstance(dataset, Fetching) else 0) for index in range(61)
@@ -318,7 +328,7 @@ def handle_of(samples: list[Any]) -> str:
 @pytest.mark.slow
 def test_a_worker_init_function_reaches_the_real_dataset() -> None:
     batches = DealtBatches(Deal(4, 2, 1, 1), range(1), EpochOrder(4, lambda positions: positions))
-    options = {"num_workers": 1, "multiprocessing_context": "spawn", "worker_init_fn": ByValue(open_handle)}
+    options = {"num_workers": 1, "multiprocessing_context": "forkserver", "worker_init_fn": ByValue(open_handle)}
     with loading(KeyedDataset(Noisy(4), 0), ByValue(handle_of), batches, **options) as loader:
         assert list(loader) == ["open", "open"]
 
