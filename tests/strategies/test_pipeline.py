@@ -70,8 +70,8 @@ def freezes_last():
 
 
 OF_TWO = [
-    *((make, 1e-6, {}, {}) for make in (Chain, digits, sgd_text)),
-    *((make, 1e-6, {"micro_batches": 1}, {}) for make in (with_norm, sgd_text)),
+    *((make, 1e-6, {}, {}) for make in (digits, sgd_text)),
+    (with_norm, 1e-6, {"micro_batches": 1}, {}),
     (Chain, 1e-6, {"split": [2, 5], "micro_batches": 2}, {"replicas": 3}),
     (Chain, 1e-6, {"micro_batches": 2}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}),
     (Chain, 1e-6, {}, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
@@ -83,7 +83,7 @@ OF_TWO = [
     (Chain, 1e-9, {}, {"precision": "64-true"}),
 ]
 OF_FOUR = [
-    *((make, 1e-6, {"data": 2}, {"replicas": 2}) for make in (Chain, digits, sgd_text)),
+    (sgd_text, 1e-6, {"data": 2}, {"replicas": 2}),
     (with_norm, 1e-6, {"data": 2, "micro_batches": 1}, {"replicas": 2}),
     (Chain, 1e-6, {"data": "auto"}, {"replicas": 3, "gradient_clip_val": 0.05}),
     (Deep, 1e-6, {"pipeline": 4}, {"accumulate_grad_batches": 2}),
@@ -277,7 +277,7 @@ def go_on(folder, path, steps, make=sgd_text, **arguments):
     """Resume from a checkpoint up to a number of steps; return the newest checkpoint and the weights."""
     task = make()
     saver = Checkpoint(every_n_train_steps=1, save_top_k=-1)
-    settings = {"enable_checkpointing": True, "default_root_dir": folder, "callbacks": [saver], "max_epochs": 4}
+    settings = {"enable_checkpointing": True, "default_root_dir": folder, "callbacks": [saver]}
     trainer = run(task, resume=path, max_steps=steps, **settings, **arguments)
     return trainer.checkpoint_callback.last_model_path, flat(task)
 
@@ -285,22 +285,22 @@ def go_on(folder, path, steps, make=sgd_text, **arguments):
 @pytest.mark.slow
 def test_a_run_resumes_with_stages_and_back(tmp_path):
     def legs_of_four(path):
-        for leg, steps in zip(LEGS, (4, 6, 8, 10), strict=True):
+        for leg, steps in zip(LEGS, (2, 3, 4, 5), strict=True):
             path, _ = go_on(tmp_path, path, steps, devices=4, strategy=piped(**leg))
         return path
 
     uninterrupted = sgd_text()
-    run(uninterrupted, replicas=2, max_epochs=4)
-    begun, _ = go_on(tmp_path, None, 2, replicas=2)
+    run(uninterrupted, replicas=2)
+    begun, _ = go_on(tmp_path, None, 1, replicas=2)
     path, weights = go_on(tmp_path, run_workers(lambda: legs_of_four(begun), 4), -1)
-    assert path.endswith("12")
+    assert path.endswith("6")
     assert close(weights, flat(uninterrupted))
 
 
 @pytest.mark.slow
 def test_a_checkpoint_has_the_optimizer_states_of_each_stage(tmp_path):
     uninterrupted = Remembers()
-    run(uninterrupted, max_epochs=4)
+    run(uninterrupted)
     path, _ = go_on(tmp_path, None, 2, Remembers, devices=2, strategy=piped())
     _, weights = go_on(tmp_path, path, -1, Remembers)
     assert close(weights, flat(uninterrupted))
