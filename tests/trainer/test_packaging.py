@@ -99,9 +99,9 @@ def test_pip_builds_the_same_wheel_from_the_repository(wheel, tmp_path):
 
 
 def test_the_program_of_the_readme_runs_on_the_wheel(wheel, tmp_path):
-    venv.create(tmp_path / "venv", with_pip=True, symlinks=True)
+    venv.create(tmp_path / "venv", symlinks=True)
     (site,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
-    # what Legato requires is installed here
+    # pip and what Legato requires are installed here
     (site / "installed.pth").write_text(sysconfig.get_paths()["purelib"])
     python = tmp_path / "venv" / "bin" / "python"
     run(python, "-m", "pip", "install", "-q", "--no-deps", "--force-reinstall", wheel)

@@ -71,11 +71,17 @@ def environment(tmp_path_factory):
     return make
 
 
+@pytest.fixture(scope="module")
+def editable(environment):
+    """The interpreter of an environment in which Legato is installed in place."""
+    return environment("editable", "--editable", ROOT)
+
+
 @pytest.fixture(scope="module", params=["wheel", "editable"])
 def python(request, environment, tmp_path_factory):
     """The interpreter of an environment in which Legato is installed."""
     if request.param == "editable":
-        return environment("editable", "--editable", ROOT)
+        return request.getfixturevalue("editable")
     return environment("wheel", copy_sources(tmp_path_factory.mktemp("source") / "legato"))
 
 
@@ -127,10 +133,9 @@ def find_program(name):
 
 
 @pytest.mark.slow
-def test_an_editable_install_runs_from_its_own_place(environment, tmp_path):
-    python = environment("placed", "--editable", ROOT)
+def test_an_editable_install_runs_from_its_own_place(editable, tmp_path):
     code = "import legato, legato.base.errors as e; print(legato.__file__); print(e.__file__)"
-    assert quick_run(python, "-c", code, cwd=tmp_path).split() == [
+    assert quick_run(editable, "-c", code, cwd=tmp_path).split() == [
         str(ROOT / "__init__.py"),
         str(ROOT / "base" / "errors.py"),
     ]
@@ -138,6 +143,6 @@ def test_an_editable_install_runs_from_its_own_place(environment, tmp_path):
     package.mkdir()
     (package / "__init__.py").touch()
     printed = quick_run(
-        python, "-c", "import legato; print(legato.__file__)", env={"PYTHONPATH": str(tmp_path)}, cwd="/"
+        editable, "-c", "import legato; print(legato.__file__)", env={"PYTHONPATH": str(tmp_path)}, cwd="/"
     )
     assert printed.strip() == str(package / "__init__.py")
