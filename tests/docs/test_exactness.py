@@ -15,19 +15,17 @@ from legato.base.errors import ConfigError
 ROWS = table_rows()
 CHOSEN = [
     Row("single", "bitwise", kind="batch norm CNN"),
-    Row("ddp 2", "bitwise", "bf16-mixed", "transformer", "accumulation"),
+    Row("ddp 2", "bitwise", "bf16-mixed", "transformer", "accumulation", "elastic"),
     Row("ddp 3", kind="padded batches", option="nan=skip"),
     Row("zero1", "bitwise", kind="tied weights"),
-    Row("fsdp", "bitwise", kind="LSTM"),
+    Row("fsdp", "bitwise", "64", "LSTM", "clipping"),
     Row("data x shard", kind="batch norm CNN", option="stream"),
-    Row("tensor", kind="transformer"),
+    Row("tensor"),
     Row("tensor", "bitwise", kind="transformer"),
     Row("pipeline", kind="sparse embedding"),
     Row("ddp_model_parallel", option="sync_batchnorm", kind="batch norm CNN"),
     Row("data_parallel", option="accumulation"),
     Row("ddp_rpc", kind="LSTM"),
-    Row("ddp 2", "bitwise", disturbance="elastic"),
-    Row("fsdp", precision="64", option="clipping"),
     Row("tensor", "order", option="manual"),
 ]
 
