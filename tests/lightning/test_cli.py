@@ -1,11 +1,11 @@
 """LightningCLI: common command lines, with the same files and values as in Lightning."""
 
-import subprocess
 import sys
 
 import pytest
 import torch
 import yaml
+from forked import completed, run_program
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -280,7 +280,8 @@ except ModuleNotFoundError as error:
 
 @pytest.mark.slow
 def test_without_jsonargparse():
-    done = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, timeout=60, check=True)
+    done = completed(run_program, "-c", WITHOUT)
+    assert done.returncode == 0, done.stderr
     assert "pip install 'legato[lightning]'" in done.stdout
 
 

@@ -82,7 +82,7 @@ def test_a_script_of_which_a_rank_fails_ends(tmp_path):
 
 
 KILLED = """
-import os, signal
+import os, signal, time
 from legato.compat.lightning import launch, trainer
 
 launch.SECONDS_TO_END, start = 1.0, trainer.start_ranks
@@ -93,7 +93,7 @@ open(f"rank-{rank}", "w").write(str(os.getpid()))
 def start_and_die(count, seed):
     start(count, seed)
     while not os.path.exists("rank-1"):
-        pass
+        time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
