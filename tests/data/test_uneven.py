@@ -1,10 +1,12 @@
 """Uneven data: evaluation counts every sample once, and training continues until all data are read."""
 
-from pathlib import Path
+import warnings
+from functools import partial
 
 import pytest
 import torch
 import torchmetrics
+from shared_processes import run_cases
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -15,7 +17,6 @@ from legato.callbacks import Checkpoint
 from legato.trainer.data.dealing import EvaluationData
 from legato.trainer.data.sampling import Layout
 from legato.trainer.data.steps import Dealing
-from legato.trainer.processes.launch import run_workers
 
 pytestmark = pytest.mark.slow
 
@@ -99,7 +100,7 @@ def evaluate(**strategy):
     """Evaluate many layouts of data, and return all that came of it."""
     task, results = Evaluated(), {}
     trainer = lg.Trainer(**QUIET, **strategy)
-    for samples, batch_size in ((10, 1), (10, 2), (10, 3), (10, 4), (10, 10), (1, 1), (2, 1), (3, 2), (4, 2), (7, 2)):
+    for samples, batch_size in ((10, 1), (10, 2), (10, 3), (10, 4), (10, 10), (1, 1), (2, 1), (3, 2)):
         for kind in (Numbers, Stream):
             loader = DataLoader(kind(samples), batch_size)
             name = f"{kind.__name__} {samples} by {batch_size}"
@@ -117,7 +118,7 @@ def evaluate(**strategy):
 
 
 @pytest.mark.filterwarnings("ignore:No (posi|nega)tive samples in targets")
-def test_evaluation_on_three_processes_is_that_of_one():
+def test_evaluation_on_three_processes_is_that_of_one(three):
     """To the bit, also where processes get no batch at all: numbers are small integers, so that every sum is exact."""
     alone = evaluate(strategy="single")
     assert alone["validate Numbers 10 by 1"][0]["mean"] == 4.5
@@ -138,22 +139,23 @@ def test_evaluation_on_three_processes_is_that_of_one():
         [23, 24, 25],
         [26, 27],
     ]
-    together = run_workers(lambda: evaluate(strategy="ddp", devices=3), 3)
+    together = three["evaluation"]
     assert together.keys() == alone.keys()
     for name, expected in alone.items():
         assert together[name] == expected, name
 
 
-def test_validation_within_a_fit_counts_every_sample_once():
-    def train(**strategy):
-        trainer = lg.Trainer(**{**QUIET, "max_epochs": 2, "val_check_interval": 2}, **strategy)
-        task = Trained()
-        trainer.fit(task, DataLoader(Numbers(23), 2), DataLoader(Numbers(10), 4))
-        return task.validated
+def validate_within_a_fit(**strategy):
+    trainer = lg.Trainer(**{**QUIET, "max_epochs": 2, "val_check_interval": 2}, **strategy)
+    task = Trained()
+    trainer.fit(task, DataLoader(Numbers(23), 2), DataLoader(Numbers(10), 4))
+    return task.validated
 
-    expected = train(strategy="single", replicas=3)
+
+def test_validation_within_a_fit_counts_every_sample_once(three):
+    expected = validate_within_a_fit(strategy="single", replicas=3)
     assert len(expected) == 4
-    assert expected == run_workers(lambda: train(strategy="ddp", devices=3), 3)
+    assert expected == three["validation"]
 
 
 # --- training -------------------------------------------------------------------------------------------------------
@@ -217,19 +219,24 @@ def by_hand(shares, accumulate=1, epochs=1):
     return place, steps
 
 
-@pytest.mark.parametrize("shares", [((10, 2), (26, 3)), ((0, 2), (6, 2)), ((7, 1), (0, 1), (9, 4))], ids=str)
-def test_shares_of_any_length_are_trained_on_to_their_end(shares):
+UNEVEN = ((10, 2), (26, 3))
+SHARES = [UNEVEN, ((0, 2), (6, 2)), ((7, 1), (0, 1), (9, 4))]
+
+
+def train_to_the_end(shares):
+    return {
+        (kind.__name__, accumulate): train_on_shares(shares, kind, accumulate, max_epochs=2)
+        for kind in (Stream, Numbers)
+        for accumulate in (1, 4)
+        if kind is Stream or all(samples for samples, _ in shares)
+    }
+
+
+@pytest.mark.parametrize("shares", SHARES, ids=str)
+def test_shares_of_any_length_are_trained_on_to_their_end(two, three, shares):
     """5 and 9 batches, 0 and 3, and three processes: nobody hangs, nothing is lost, all have the same weights."""
-
-    def work():
-        return {
-            (kind.__name__, accumulate): train_on_shares(shares, kind, accumulate, max_epochs=2)
-            for kind in (Stream, Numbers)
-            for accumulate in (1, 4)
-            if kind is Stream or all(samples for samples, _ in shares)
-        }
-
-    for (_, accumulate), ranks in run_workers(work, len(shares)).items():
+    results = {2: two, 3: three}[len(shares)]["shares", shares]
+    for (_, accumulate), ranks in results.items():
         place, steps = by_hand(shares, accumulate, epochs=2)
         for rank, (weight, counts, seen, validated) in enumerate(ranks):
             assert weight == pytest.approx(place, rel=1e-12)
@@ -239,80 +246,109 @@ def test_shares_of_any_length_are_trained_on_to_their_end(shares):
             assert [step for step, _ in validated] == [steps // 2, steps]
 
 
-def test_a_run_on_uneven_shares_stops_validates_and_saves_together(tmp_path):
+def stop_validate_and_save(folder):
+    callbacks = [Checkpoint(every_n_train_steps=1, save_top_k=-1)]
+    write = {"enable_checkpointing": True, "callbacks": callbacks, "default_root_dir": folder}
+    uninterrupted = train_on_shares(UNEVEN, Numbers, **write, run_name="whole")
+    stopped = train_on_shares(UNEVEN, Numbers, **write, run_name="stopped", max_steps=7)
+    intervals = train_on_shares(UNEVEN, Numbers, val_check_interval=0.5, max_epochs=2)
+    return uninterrupted, stopped, intervals
+
+
+def test_a_run_on_uneven_shares_stops_validates_and_saves_together(two, folder):
     """Between the ends of the shares, when processes have different epoch lengths."""
-    shares = ((10, 2), (26, 3))
-
-    def work():
-        callbacks = [Checkpoint(every_n_train_steps=1, save_top_k=-1)]
-        write = {"enable_checkpointing": True, "callbacks": callbacks, "default_root_dir": tmp_path}
-        uninterrupted = train_on_shares(shares, Numbers, **write, run_name="whole")
-        stopped = train_on_shares(shares, Numbers, **write, run_name="stopped", max_steps=7)
-        intervals = train_on_shares(shares, Numbers, val_check_interval=0.5, max_epochs=2)
-        return uninterrupted, stopped, intervals
-
-    uninterrupted, stopped, intervals = run_workers(work, 2)
+    uninterrupted, stopped, intervals = two["stops"]
     assert [rank[1] for rank in uninterrupted] == [(9, 1, 36, 0)] * 2
     assert [rank[1] for rank in stopped] == [(7, 0, 31, 7)] * 2
     assert [[step for step, _ in rank[3]] for rank in intervals] == [[4, 8, 13, 17]] * 2
-    names = [path.name for path in sorted((tmp_path / "whole" / "version_0" / "checkpoints").glob("step-*"))]
+    names = [path.name for path in sorted((folder / "whole" / "version_0" / "checkpoints").glob("step-*"))]
     assert names == [f"step-{step:08d}" for step in range(1, 10)]
 
 
-@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # by torch, in torchdata's loader
-def test_shares_go_on_from_their_own_state(tmp_path):
+def stop_and_go_on(folder):
+    warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # by torch, in torchdata's loader
+    uninterrupted = train_on_shares(UNEVEN, Numbers, max_epochs=2)
+    write = {"enable_checkpointing": True, "default_root_dir": folder / "loaders", "loader": StatefulDataLoader}
+    stop = train_on_shares(UNEVEN, Numbers, **write, max_epochs=2, max_steps=3)
+    go_on = train_on_shares(UNEVEN, Numbers, **write, max_epochs=2, resume="auto")
+    return uninterrupted, stop, go_on
+
+
+def test_shares_go_on_from_their_own_state(two):
     """Each process's loader has its own place in its own share, and no batch is read again."""
-    shares = ((10, 2), (26, 3))
-
-    def work():
-        uninterrupted = train_on_shares(shares, Numbers, max_epochs=2)
-        write = {"enable_checkpointing": True, "default_root_dir": tmp_path, "loader": StatefulDataLoader}
-        stop = train_on_shares(shares, Numbers, **write, max_epochs=2, max_steps=3)
-        go_on = train_on_shares(shares, Numbers, **write, max_epochs=2, resume="auto")
-        return uninterrupted, stop, go_on
-
-    uninterrupted, stop, go_on = run_workers(work, 2)
+    uninterrupted, stop, go_on = two["goes on"]
     for expected, before, after in zip(uninterrupted, stop, go_on, strict=True):
         assert after[:2] == expected[:2]
         assert before[2] + after[2] == expected[2]
 
 
-def test_manual_optimization_refuses_shares_that_end_unevenly():
-    class Manual(Trained):
-        automatic_optimization = False
+class Manual(Trained):
+    automatic_optimization = False
 
-        def training_step(self, batch, batch_idx):
-            optimizer = self.optimizers()
-            optimizer.zero_grad()
-            self.manual_backward(super().training_step(batch, batch_idx))
-            optimizer.step()
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
 
-    def work():
-        with pytest.raises(DataError, match="in step 6 of epoch 0, only 1 of 2 processes had one left"):
-            train_on_shares(((10, 2), (26, 3)), task=Manual())
-        return train_on_shares(((10, 2), (15, 3)), task=Manual())
 
-    ranks = run_workers(work, 2)
+def optimize_manually():
+    with pytest.raises(DataError, match="in step 6 of epoch 0, only 1 of 2 processes had one left"):
+        train_on_shares(UNEVEN, task=Manual())
+    return train_on_shares(((10, 2), (15, 3)), task=Manual())
+
+
+def test_manual_optimization_refuses_shares_that_end_unevenly(two):
+    ranks = two["manual"]
     assert ranks[0][:2] == ranks[1][:2]
     assert ranks[0][1][0] == 5
 
 
-def test_a_stream_that_all_processes_read_is_dealt_out_by_batches(tmp_path):
+def train_on_a_stream(folder, processes):
+    strategy = {"strategy": "ddp", "devices": processes} if processes > 1 else {"strategy": "single"}
+    task = Trained()
+    trainer = lg.Trainer(**{**QUIET, "max_epochs": 2, "enable_checkpointing": True}, **strategy, replicas=3,
+                         default_root_dir=folder / f"on {processes}",
+                         callbacks=[Checkpoint(every_n_train_steps=1, save_top_k=2)])  # fmt: skip
+    trainer.fit(task, DataLoader(Stream(22), 2))
+    seen = sorted(value for rank in trainer.strategy.collectives.gather_objects(task.seen) for value in rank)
+    return task.place.item(), trainer.global_step, trainer.state.samples_seen, seen
+
+
+def test_a_stream_that_all_processes_read_is_dealt_out_by_batches(two, three, folder):
     """11 batches for three replicas: the last round has two, and is trained on."""
-
-    def train(**strategy):
-        task = Trained()
-        trainer = lg.Trainer(**{**QUIET, "max_epochs": 2, "enable_checkpointing": True}, **strategy,
-                             default_root_dir=Path(tmp_path) / str(strategy["strategy"]),
-                             callbacks=[Checkpoint(every_n_train_steps=1, save_top_k=2)])  # fmt: skip
-        trainer.fit(task, DataLoader(Stream(22), 2))
-        seen = sorted(value for rank in trainer.strategy.collectives.gather_objects(task.seen) for value in rank)
-        return task.place.item(), trainer.global_step, trainer.state.samples_seen, seen
-
-    expected = train(strategy="single", replicas=3)
+    expected = train_on_a_stream(folder, 1)
     assert expected[1:3] == (8, 44)
-    assert run_workers(lambda: train(strategy="ddp", devices=3), 3) == expected
-    assert run_workers(lambda: train(strategy="ddp", devices=2, replicas=3), 2) == expected
+    assert three["stream"] == expected
+    assert two["stream"] == expected
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def two(folder):
+    cases = {
+        **{("shares", shares): partial(train_to_the_end, shares) for shares in SHARES if len(shares) == 2},
+        "stops": partial(stop_validate_and_save, folder),
+        "goes on": partial(stop_and_go_on, folder),
+        "manual": optimize_manually,
+        "stream": partial(train_on_a_stream, folder, 2),
+    }
+    return run_cases(cases, 2, folder / "two")
+
+
+@pytest.fixture(scope="module")
+def three(folder):
+    cases = {
+        "evaluation": partial(evaluate, strategy="ddp", devices=3),
+        "validation": partial(validate_within_a_fit, strategy="ddp", devices=3),
+        **{("shares", shares): partial(train_to_the_end, shares) for shares in SHARES if len(shares) == 3},
+        "stream": partial(train_on_a_stream, folder, 3),
+    }
+    return run_cases(cases, 3, folder / "three")
 
 
 @pytest.mark.parametrize("process", [0, 1])
