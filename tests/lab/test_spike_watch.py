@@ -212,6 +212,24 @@ def test_a_gradient_whose_norm_overflows_lives_as_without_the_watch(trainer):
     assert spikes_of(made).spikes == [13]
 
 
+def test_a_step_is_judged_by_the_mean_over_its_samples(trainer):
+    """The last batch of the last step has two samples, the others four."""
+
+    losses = []
+
+    class Remembers(Tiny):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            losses.append((loss.item(), len(batch[0])))
+            return loss
+
+    made = trainer(callbacks=[SpikeWatch()], accumulate_grad_batches=2)
+    made.fit(Remembers(lr=0.1), make_loader(14))
+    steps = [losses[:2], losses[2:]]
+    expected = [sum(loss * samples for loss, samples in step) / sum(samples for _, samples in step) for step in steps]
+    assert [loss for _, loss, _ in spikes_of(made).state_dict()["range"]] == pytest.approx(expected)
+
+
 def test_steps_are_judged_from_the_tenth_on(trainer):
     made = trainer(callbacks=[SpikeWatch()], max_epochs=4)
     made.fit(Scaled({5: 1e6, 11: 1e6}), make_loader(20))
