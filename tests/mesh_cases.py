@@ -154,6 +154,7 @@ class Explodes(CNN):
 
 
 SHARD = mesh(shard=2)
+COMPILE = {"blocks": ["Perceptron"], "backend": "eager"}
 FEATURES = {
     "a block for each class": (GPT, {"strategy": {"name": "fsdp", "shard_blocks": ["Block", "Linear"]}}),
     "one block": (GPT, {"strategy": "fsdp"}),
@@ -178,7 +179,10 @@ FEATURES = {
         {"strategy": SHARD, "max_epochs": 2, "replicas": 2, "accumulate_grad_batches": 2},
     ),
     "a step that is dropped": (Explodes, {"strategy": SHARD, "nan": "skip", "replicas": 2}),
-    "compiled blocks": (GPT, {"strategy": SHARD, "compile": {"blocks": ["Block"], "backend": "eager"}}),
+    "compiled blocks": (  # whose layers are sharded by themselves
+        GPT,
+        {"strategy": SHARD | {"shard_blocks": ["Perceptron", "Linear"]}, "compile": COMPILE},
+    ),
     "activations computed twice": (Dropped, {"strategy": SHARD, "activation_checkpointing": ["Block"]}),
     "the same under ddp": (Dropped, {"strategy": "ddp", "activation_checkpointing": ["Attention", "Perceptron"]}),
 }
