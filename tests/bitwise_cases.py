@@ -227,7 +227,8 @@ def run(case, root, *, workers=0, checkpoints=False, stop_after=None, die=None, 
     fingerprint = Fingerprint(stop_after)
     callbacks = [fingerprint, *([lg.callbacks.Checkpoint(every_n_train_steps=1)] if checkpoints else [])]
     defaults = {"max_epochs": 2, "accelerator": "cpu", "replicas": REPLICAS, "reproducible": "bitwise"}
-    quiet = {"enable_checkpointing": checkpoints, "enable_progress_bar": False, "enable_model_summary": False}
+    quiet = dict.fromkeys(("enable_progress_bar", "enable_model_summary", "save_code"), False)
+    quiet["enable_checkpointing"] = checkpoints
     settings = {**defaults, **quiet, "log_every_n_steps": 1, "num_sanity_val_steps": 1, **case.options, **options}
     trainer = lg.Trainer(**settings, default_root_dir=root, logger=JSONLinesLogger(), callbacks=callbacks)
     validation = replace(

@@ -14,6 +14,7 @@ QUIET = {
     "enable_checkpointing": False,
     "enable_progress_bar": False,
     "enable_model_summary": False,
+    "save_code": False,  # by git, in three processes a run
     "num_sanity_val_steps": 0,
     "log_every_n_steps": 1,
     "max_epochs": 2,

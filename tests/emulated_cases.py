@@ -48,6 +48,7 @@ def fit(accelerator, folder, steps=6, resume=None, **options):
     torch.manual_seed(3)
     task = Small()
     arguments = {"max_steps": steps, "limit_val_batches": 2, "val_check_interval": 3, "seed": 3, "log_every_n_steps": 3}
+    arguments["save_code"] = False
     arguments["callbacks"] = [Checkpoint(asynchronous=True), DeviceStatsMonitor(cpu_stats=False)]
     trainer = lg.Trainer(
         accelerator=accelerator, default_root_dir=folder, enable_progress_bar=False, **arguments, **options

@@ -102,6 +102,7 @@ def run(folder: Path, options: dict[str, Any]) -> lg.Trainer:
         "default_root_dir": folder / "runs",
         "enable_progress_bar": False,
         "enable_model_summary": False,
+        "save_code": False,
         "log_every_n_steps": 4,
         "val_check_interval": 4,
         **options,

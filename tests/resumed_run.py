@@ -112,6 +112,7 @@ def make_trainer(folder, callbacks=(), checkpoint=True, dirpath=None, **argument
         "num_sanity_val_steps": 0,
         "enable_progress_bar": False,
         "enable_model_summary": False,
+        "save_code": False,
         "default_root_dir": folder,
         "seed": 11,
         **arguments,
