@@ -59,20 +59,20 @@ class Keeping(Tiny):
         return super().training_step(batch, batch_idx)
 
 
-class SaveAtEnd(lg.Callback):
-    """Saves where the last step is done: a run that has ended has let go of its data."""
+class Saves(lg.Callback):
+    """Saves after some steps: a run that has ended has let go of its data."""
 
-    def __init__(self, path):
-        self.path = path
+    def __init__(self, folder, steps):
+        self.folder, self.steps = folder, steps
 
     def on_train_batch_end(self, trainer, task, outputs, batch, batch_idx):
-        if trainer.global_step == trainer.max_steps:
-            trainer.save_checkpoint(self.path)
+        if trainer.global_step in self.steps:
+            trainer.save_checkpoint(self.folder / f"stop-{trainer.global_step}")
 
 
-def fit(trainer, dataset, workers, persistent=False, save=None, **options):
+def fit(trainer, dataset, workers, persistent=False, **options):
     resume, task = options.pop("resume", None), Keeping()
-    made = trainer(max_epochs=2, callbacks=[SaveAtEnd(save)], **options)
+    made = trainer(max_epochs=2, **options)
     made.fit(task, DataLoader(dataset, 2, num_workers=workers, persistent_workers=persistent), resume=resume)
     return made, task, dataset
 
@@ -84,11 +84,13 @@ def fit(trainer, dataset, workers, persistent=False, save=None, **options):
 def test_a_stream_goes_on_from_the_state_of_its_dataset(trainer, tmp_path, caplog, kind, workers):
     made, uninterrupted, _ = fit(trainer, kind(), workers)
     steps = made.global_step
-    for stop in range(1, steps) if workers == 0 else (1, 4, 5, steps // 2, steps // 2 + 3):
-        path = tmp_path / f"stop-{stop}"
-        _, task, _ = fit(trainer, kind(), workers, max_steps=stop, save=path)
-        _, again, dataset = fit(trainer, kind(), workers, resume=path)
-        assert task.sums + again.sums == uninterrupted.sums
+    late = steps // 2 + 3
+    stops = {0: range(1, steps), 2: (1, 4, 5, steps // 2, late), 3: (1, 5, late)}[workers]
+    _, task, _ = fit(trainer, kind(), workers, callbacks=[Saves(tmp_path, stops)])
+    assert task.sums == uninterrupted.sums
+    for stop in stops:
+        _, again, dataset = fit(trainer, kind(), workers, resume=tmp_path / f"stop-{stop}")
+        assert again.sums == uninterrupted.sums[stop:]
         assert_same_bits(again, uninterrupted)
         if workers == 0 and kind is Counting:  # of the batch before, which shows that the state is right
             assert dataset.read == 2 * SAMPLES - 2 * stop + 2
@@ -99,9 +101,11 @@ def test_a_stream_goes_on_from_the_state_of_its_dataset(trainer, tmp_path, caplo
 @pytest.mark.slow
 def test_workers_that_persist_go_on_too(trainer, tmp_path, caplog):
     made, uninterrupted, _ = fit(trainer, Counting(), 2, persistent=True)
-    for stop in (5, made.global_step // 2 + 3):
-        path = tmp_path / f"stop-{stop}"
-        _, task, _ = fit(trainer, Counting(), 2, persistent=True, max_steps=stop, save=path)
-        _, again, _ = fit(trainer, Counting(), 2, persistent=True, resume=path)
-        assert task.sums + again.sums == uninterrupted.sums
+    stops = (5, made.global_step // 2 + 3)
+    _, task, _ = fit(trainer, Counting(), 2, persistent=True, callbacks=[Saves(tmp_path, stops)])
+    assert task.sums == uninterrupted.sums
+    for stop in stops:
+        _, again, _ = fit(trainer, Counting(), 2, persistent=True, resume=tmp_path / f"stop-{stop}")
+        assert again.sums == uninterrupted.sums[stop:]
+        assert_same_bits(again, uninterrupted)
     assert "again" not in caplog.text
