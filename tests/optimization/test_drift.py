@@ -47,7 +47,7 @@ def told(task, **options):
 def saved(folder):
     saves = lg.callbacks.Checkpoint(dirpath=folder / "kept", every_n_train_steps=1, save_top_k=-1)
     quiet = {**QUIET, "enable_checkpointing": True, "log_every_n_steps": 1000}
-    trainer = lg.Trainer(**{**quiet, **TWO}, default_root_dir=folder, save_code=False, callbacks=[saves])
+    trainer = lg.Trainer(**{**quiet, **TWO}, default_root_dir=folder, callbacks=[saves])
     with pytest.raises(DisagreementError, match="after step 1"):
         trainer.fit(Noisy(), loader(22), loader(10))
     return sorted(path.name for path in (folder / "kept").glob("step*"))
