@@ -20,7 +20,10 @@ SMALL = {
 }
 """Arguments that make a script short, and words that it prints."""
 NAMED_BY_A_CONFIG = {"local_sgd.py", "html_logger.py"}
-HAS_A_TEST = {"two_parts.py": "tests/tasks/test_two_parts_example.py", "same_bits.py": "tests/docs/test_readme.py"}
+HAS_A_TEST = {
+    "two_parts.py": "tests/tasks/test_two_parts_example.py",
+    "same_bits.py": "tests/trainer/test_packaging.py",
+}
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ NOT_RUN = {
     "ray ": "needs Ray",
     "kubectl ": "needs Kubernetes",
     "docker ": "needs Docker; tests/docs/test_image.py",
-    ".venv/bin/python examples/same_bits.py": "tests/docs/test_readme.py",
+    ".venv/bin/python examples/same_bits.py": "tests/trainer/test_packaging.py",
     "python -m benchmarks": "takes minutes; tests/ has each benchmark's own test",
     "mypy": "does not find an editable install that is not its own; tests/cli/test_new.py",
 }

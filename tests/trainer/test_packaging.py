@@ -111,9 +111,12 @@ def test_the_program_of_the_readme_runs_on_the_wheel(wheel, tmp_path):
     assert run(python, "-c", "import legato; print(legato.__file__)", cwd=tmp_path, env=environment).startswith(
         str(site)
     )
-    printed = run(python, program, cwd=tmp_path, env=environment)
-    assert len(re.findall(r"\b[0-9a-f]{64}$", printed, re.MULTILINE)) == 4
-    assert len(set(re.findall(r"\b[0-9a-f]{64}$", printed, re.MULTILINE))) == 1
+    printed, row = run(python, program, cwd=tmp_path, env=environment), r"(?m)^(.*?)\s+([0-9a-f]{64})$"
+    digests, shown = re.findall(row, printed), re.findall(row, (ROOT / "README.md").read_text(encoding="utf-8"))
+    assert [name for name, _ in digests] == [name for name, _ in shown]
+    assert len(digests) == 4
+    assert len({digest for _, digest in digests}) == 1
+    assert printed.count("was killed by SIGKILL") == 3
 
 
 # --- what SECURITY.md promises ----------------------------------------------------------------------------------------
