@@ -321,6 +321,20 @@ def test_the_rank_that_failed_is_shown_last_with_its_own_traceback() -> None:
 
 
 @pytest.mark.slow
+def test_a_connection_that_broke_first_is_not_shown_as_the_cause() -> None:
+    """The rank that failed may report later than those that noticed."""
+
+    def work() -> None:
+        if os.environ["RANK"] == "0":
+            raise ConnectionResetError("rank 1 is gone")
+        time.sleep(0.5)
+        raise ValueError("what rank 1 says")
+
+    with pytest.raises(ValueError, match="what rank 1 says"):
+        run_workers(work, 2)
+
+
+@pytest.mark.slow
 def test_an_error_that_does_not_unpickle_comes_as_text() -> None:
     def work() -> None:
         raise Refusal(3, "no")
