@@ -70,6 +70,7 @@ def results(tmp_path_factory):
     return run_cases(cases, 2, folder / "cases")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_weight_that_differs_is_named_at_the_next_logging_point(results, name):
     assert re.search(r"after step 1,.*: head.weight on rank 1\. An optimizer", results[name])

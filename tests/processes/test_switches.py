@@ -116,6 +116,7 @@ def test_bitwise_refuses_a_resume_under_another_variable(tmp_path, monkeypatch, 
         fit(tmp_path, max_epochs=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [{}, TWO])
 def test_a_resume_lists_what_differs_and_bitwise_refuses_it(tmp_path, caplog, capfd, monkeypatch, layout):
     caplog.set_level("INFO", "legato")

@@ -71,6 +71,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_checkpoint_holds_what_is_trained_and_resumes_exactly(tmp_path, layout):
     options = {"replicas": 2, **LAYOUTS[layout]} if layout == "one" else LAYOUTS[layout]

@@ -64,6 +64,7 @@ class StopsAt(lg.Callback):
         trainer.should_stop |= trainer.global_step == self.step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("averages", [False, True])
 def test_a_run_goes_on_without_the_validation_of_its_stop(tmp_path, averages):
     """EarlyStopping and other callbacks count the validations of the uninterrupted run."""
@@ -195,6 +196,7 @@ def test_what_validation_logs_is_not_judged_between_validations(tmp_path):
             assert summary(resumed, None)[name] == summary(reference, None)[name], (stop, name)
 
 
+@pytest.mark.slow
 def test_the_timer_goes_on_over_resumes(tmp_path, clock):
     class Slow(lg.Callback):
         def on_train_batch_end(self, trainer, task, outputs, batch, batch_idx):

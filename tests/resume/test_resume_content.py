@@ -53,6 +53,7 @@ def run(path, data, **options):
     lg.Trainer(**arguments).fit(Tiny(), data, resume="auto")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_same_data_is_not_told_and_other_data_is_refused_within_an_epoch(tmp_path, caplog, workers):
     run(tmp_path, loader(Rows(), workers), max_steps=2)
@@ -71,6 +72,7 @@ def test_the_same_data_is_not_told_and_other_data_is_refused_within_an_epoch(tmp
     )
 
 
+@pytest.mark.slow
 def test_two_processes_tell_the_same(tmp_path, caplog):
     options = {"devices": 2, "strategy": "ddp"}
     run(tmp_path, loader(Rows()), replicas=2, max_steps=1)

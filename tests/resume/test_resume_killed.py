@@ -240,6 +240,7 @@ def test_a_run_goes_on_with_another_number_of_processes(tmp_path):
         assert ours[step] == pytest.approx(record, abs=1e-6), step
 
 
+@pytest.mark.slow
 def test_replicas_that_take_turns_are_told_unless_they_were_asked_for(tmp_path, caplog):
     fit(tmp_path, max_steps=2)
     with caplog.at_level(logging.INFO, logger="legato"):

@@ -47,6 +47,7 @@ def test_a_second_run_is_refused_until_the_first_ends(folder: str) -> None:
     second.release()
 
 
+@pytest.mark.slow
 def test_a_run_on_another_machine_keeps_it_as_long_as_it_writes(folder: str) -> None:
     write(folder, **FAR, beat=0)
     over = threading.Event()
@@ -97,6 +98,7 @@ def test_who_has_lost_it_finds_out(folder: str) -> None:
     assert holder_in(folder)["token"] == "theirs"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("old", [None, "dead", "no json"])
 def test_of_several_at_once_one_has_it(folder: str, old: str | None) -> None:
     if old == "dead":

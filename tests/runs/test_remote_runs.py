@@ -84,6 +84,7 @@ def test_all_of_a_run_is_in_the_store(root: str) -> None:
     assert lg.runs.open("tiny", root).location == run.location
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("machine", ["same", "other"])
 def test_a_run_that_died_goes_on(root: str, cache: Path, machine: str) -> None:
     class Killed(Exception):

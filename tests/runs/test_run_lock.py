@@ -272,6 +272,7 @@ def test_a_run_on_another_machine_keeps_it_as_long_as_it_lives(tmp_path: Path) -
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("filelock-lease")]
 
 
+@pytest.mark.slow
 def test_a_holder_on_this_machine_that_stands_still_keeps_it(tmp_path: Path) -> None:
     """As after SIGSTOP or on a sleeping laptop: the holder no longer touches the file, but is alive."""
     first, second = RunLock(tmp_path, "fit"), RunLock(tmp_path, "fit")

@@ -105,6 +105,7 @@ def test_the_diff_makes_of_the_commit_what_ran(project, tmp_path):
     assert not (tmp_path / "again" / "data.txt").exists()
 
 
+@pytest.mark.slow
 def test_a_resume_adds_a_start_and_keeps_the_code_of_the_one_before(project):
     (project / "net.py").write_text("width = 9\n")
     run = {"enable_checkpointing": True, "max_steps": 2, "max_epochs": None}

@@ -410,6 +410,7 @@ def test_one_process_reads_what_two_wrote(two):
     assert torch.equal(flat(task), two["weights"])
 
 
+@pytest.mark.slow
 def test_a_model_that_each_process_built_is_restored():
     task = LateGPT()
     fit(task, strategy=SHARD, devices=2)

@@ -21,6 +21,7 @@ QUIET = {"accelerator": "cpu", "enable_progress_bar": False, "enable_model_summa
 SILENT = {**QUIET, "logger": False, "enable_checkpointing": False}
 
 
+@pytest.mark.slow
 def test_the_template_with_partials_and_metrics(tmp_path, capsys):
     lg.seed_everything(12345, workers=True)
     model = modules.LitClassifier(

@@ -154,6 +154,7 @@ def test_a_sum_that_goes_wrong_on_its_way_is_told_apart():
         fit(Net(), **TWICE, devices=2, strategy=BadSum(alone=False))
 
 
+@pytest.mark.slow
 def test_sums_that_differ_between_ranks_are_found_before_the_weights_differ():
     with pytest.raises(CorruptionError, match=r"step 4 differ: the mean gradient of head.bias on rank 1\."):
         fit(Net(), **TWICE, devices=2, strategy=BadSum(alone=True))

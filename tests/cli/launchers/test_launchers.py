@@ -202,6 +202,7 @@ def start_in_job(monkeypatch, root, job, restarts=0, **options):
     return trainer
 
 
+@pytest.mark.slow
 def test_a_job_that_is_queued_again_goes_on_with_the_run_that_it_has_begun(tmp_path, monkeypatch):
     """Another job's run of the same name is newer, and further."""
     began = start_in_job(monkeypatch, tmp_path, "70", max_steps=3)
