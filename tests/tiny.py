@@ -82,6 +82,18 @@ class Two(Tiny):
         return SGD(self.model.parameters(), lr=0.1), Adam(self.second.parameters(), lr=0.01)
 
 
+class ManualUpdate:
+    """Base class before a task's: makes the update of its only optimizer by manual optimization."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+
+
 @contextmanager
 def unchanged():
     """See that no resume in here says that its settings have changed."""

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torchmetrics
 from shared_processes import run_cases
+from tiny import ManualUpdate
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -282,14 +283,8 @@ def test_shares_go_on_from_their_own_state(two):
         assert before[2] + after[2] == expected[2]
 
 
-class Manual(Trained):
-    automatic_optimization = False
-
-    def training_step(self, batch, batch_idx):
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(super().training_step(batch, batch_idx))
-        optimizer.step()
+class Manual(ManualUpdate, Trained):
+    pass
 
 
 def optimize_manually():

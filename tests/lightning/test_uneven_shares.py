@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torchmetrics
+from tiny import ManualUpdate
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
@@ -44,14 +45,8 @@ class Contrastive(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.05)
 
 
-class ByHand(Contrastive):
-    automatic_optimization = False
-
-    def training_step(self, batch, batch_idx):
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(super().training_step(batch, batch_idx))
-        optimizer.step()
+class ByHand(ManualUpdate, Contrastive):
+    pass
 
 
 class Metered(Contrastive):

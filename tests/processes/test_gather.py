@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ddp_cases import QUIET
+from tiny import ManualUpdate
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
@@ -230,14 +231,8 @@ class Contrastive(lg.Task):
         return torch.optim.SGD(self.parameters(), lr=0.05)
 
 
-class Manual(Contrastive):
-    automatic_optimization = False
-
-    def training_step(self, batch, batch_idx):
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(super().training_step(batch, batch_idx))
-        optimizer.step()
+class Manual(ManualUpdate, Contrastive):
+    pass
 
 
 def train(task, rows=16, **options):

@@ -12,6 +12,7 @@ from hypothesis import settings as examples
 from hypothesis import strategies as st
 from model_parallel_cases import DATA, Chain, Placed, data_of, differs, digits, parts, run, text
 from simulated_devices import CPU, DEVICES, SimulatedDevices, device_of
+from tiny import ManualUpdate
 from torch import nn
 from torch.utils.data import DataLoader, Subset
 
@@ -367,14 +368,8 @@ def test_mistakes_are_found_before_the_run(make, devices, options, message):
 
 
 def test_manual_optimization_takes_no_micro_batches():
-    class Manual(Chain):
-        automatic_optimization = False
-
-        def training_step(self, batch, batch_idx):
-            optimizer = self.optimizers()
-            optimizer.zero_grad()
-            self.manual_backward(super().training_step(batch, batch_idx))
-            optimizer.step()
+    class Manual(ManualUpdate, Chain):
+        pass
 
     actual, alone = Manual(), Manual()
     run(actual, devices=2, strategy=parts())
