@@ -216,12 +216,12 @@ def check(root: Path, scenario: str, before: dict[str, dict[str, bytes]], code: 
     standing = newest(root)
     storage.folder_at(root).sweep()
     assert not rests(root), f"sweep left {rests(root)}"
-    found = {path: contents_of(path) for path in find.checkpoints_in(root)}
+    contents = {path: contents_of(path) for path in find.checkpoints_in(root)}
     path = find.newest_complete(root)
-    assert (found[path] if path else None) == standing, "sweep changed which one is the newest"
+    assert (contents[path] if path else None) == standing, "sweep changed which one is the newest"
     for number in () if "first" in scenario else (1, 2):
         if "remove" not in scenario or number != touched:
-            assert found[root / step(number)][0] == number
+            assert contents[root / step(number)][0] == number
     check_next_save(root, standing)
 
 

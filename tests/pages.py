@@ -116,14 +116,14 @@ class Reader:
     def command(self, line: str) -> str:
         """Run a shell command and return its output; `legato` and `python` run without importing torch again."""
         words = shlex.split(line)
-        given: str | None = None
+        piped: str | None = None
         if words[0] == "cd":
             self.folder = self.folder / words[1]
             assert self.folder.is_dir(), line
             return ""
         if "|" in words:
             before, _, line = line.partition(" | ")
-            words, given = shlex.split(line), self.command(before)
+            words, piped = shlex.split(line), self.command(before)
         settings = dict(word.split("=", 1) for word in takewhile(lambda word: "=" in word, words))
         words = words[len(settings) :]
         if set(words) & {"|", "&&", ";", ">", "&"}:
@@ -142,7 +142,7 @@ class Reader:
             words,
             cwd=self.folder,
             env={**os.environ, "PATH": path, **settings},
-            input=given,
+            input=piped,
             capture_output=True,
             text=True,
             timeout=self.timeout,

@@ -222,11 +222,11 @@ def results(saved):
 
     for case in cases(1, saves, legs).values():
         case()
-    found = run_cases(cases(2, first_two), 2, saved / "a")
-    found.update(run_cases(cases(4, saves, legs, takes), 4, saved / "b"))
-    found.update(run_cases(cases(2, takes, lambda name: legs(name) if name == "ddp" else {}), 2, saved / "c"))
-    found.update({name: case() for name, case in cases(1, takes).items()})
-    return found
+    outcomes = run_cases(cases(2, first_two), 2, saved / "a")
+    outcomes.update(run_cases(cases(4, saves, legs, takes), 4, saved / "b"))
+    outcomes.update(run_cases(cases(2, takes, lambda name: legs(name) if name == "ddp" else {}), 2, saved / "c"))
+    outcomes.update({name: case() for name, case in cases(1, takes).items()})
+    return outcomes
 
 
 def of(saved, name):

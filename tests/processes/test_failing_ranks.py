@@ -119,12 +119,8 @@ def test_the_job_ends_with_the_error_of_the_rank_that_failed(tmp_path, trainer, 
         assert last.endswith("Boom: what went wrong")
         assert ", in fail\n" in text
     elif place == "loader worker":
-        surfaces = (
-            "DataLoader worker",
-            "FileNotFoundError",
-            "ConnectionResetError",
-        )  # its broken connection, where first
-        assert any(words in last for words in surfaces)
+        # where the worker's broken connection surfaces first
+        assert any(name in last for name in ("DataLoader worker", "FileNotFoundError", "ConnectionResetError"))
         assert f"Rank {WHO} of {processes} failed" in text
     else:
         words = "was killed by SIGKILL" if way == "is killed" else "failed with WorkerError"
